@@ -1,0 +1,36 @@
+# Every target makes its own .venv: on a fresh machine, `make demo` and `make test` are all there is to do.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread a process: several ranks share the cores.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+
+.PHONY: demo test check soak bench clean help
+help: ## What can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/installed ## A small real comparison: ddp against bf16, two processes
+	$(RUN) examples/demo.py
+
+test: $(VENV)/installed ## The tests
+	$(RUN) -m pytest -q
+
+check: $(VENV)/installed ## Lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: $(VENV)/installed ## Long matrices and repetitions
+	$(RUN) -m pytest -q -m soak --timeout 3600
+
+bench: $(VENV)/installed ## The benchmarks, side by side with torch's own
+	$(RUN) -m benchmarks
+
+clean: ## Remove what was built
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,122 @@
+"""Agreement: ranks compare what they were given, and learn who has gone.
+
+Both exist so that a difference between ranks is an error that says so, and not a job that hangs.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from laconic.wire import AllGather, Group, Ledger, Rounds, land
+
+
+class Uneven(RuntimeError):
+    """Ranks made different numbers of steps."""
+
+
+def gather_texts(text: str, device: torch.device) -> Rounds[list[str]]:
+    """Every rank's text."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = (yield AllGather(torch.tensor([len(data)], device=device))).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    rows = yield AllGather(padded)
+    return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def agree(facts: Sequence[str], problem: Exception | None, group: Group, device: torch.device) -> str:
+    """Compare `facts` over the ranks; returns an id for this agreement, the same on all of them.
+
+    Where they differ, or where a rank came with a `problem` of its own, every rank raises. Only a digest travels, unless
+    there is something to explain.
+    """
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    status = "failed" if problem else digest
+    rows = land(gather_texts(f"{uuid4().hex} {status}", device), group, Ledger())
+    identity, statuses = rows[0].split()[0], [row.split()[1] for row in rows]
+    if len(set(statuses)) == 1 and problem is None:
+        return identity
+    report = f"{type(problem).__name__}: {problem}" if problem else "\n".join(facts)
+    reports = land(gather_texts(report, device), group, Ledger())
+    if problem is not None:
+        raise problem
+    if "failed" in statuses:
+        bad = [f"rank {rank}: {reports[rank]}" for rank, status in enumerate(statuses) if status == "failed"]
+        raise ValueError("other ranks were given something that can't be used:\n  " + "\n  ".join(bad))
+    raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports)))
+
+
+def differences(reports: Sequence[str]) -> list[str]:
+    """One line for each rank whose facts are not rank 0's: the first fact that differs."""
+    first = reports[0].split("\n")
+    lines: list[str] = []
+    for rank, report in enumerate(reports):
+        mine = report.split("\n")
+        pairs = zip([*first, *["nothing"] * len(mine)], [*mine, *["nothing"] * len(first)], strict=False)
+        unlike = next(((a, b) for a, b in pairs if a != b), None)
+        if unlike is not None:
+            lines.append(f"rank {rank} has {unlike[1]}, rank 0 has {unlike[0]}")
+    return lines
+
+
+def pulse(going: bool, device: torch.device) -> Rounds[list[bool]]:
+    """Which ranks still go on."""
+    rows: Tensor = yield AllGather(torch.tensor([going], dtype=torch.uint8, device=device))
+    return [bool(row) for row in rows.flatten().tolist()]
+
+
+class RollCall:
+    """Who has left the block and after how many steps, kept in the process group's store.
+
+    It costs nothing while all goes well: a rank writes when it leaves, and reads when it leaves or when a collective has
+    been in the air for suspiciously long.
+    """
+
+    def __init__(self, store: Store, identity: str, rank: int, world: int) -> None:
+        self.step = 0  # the run's clock, set from outside
+        self._store = PrefixStore(f"laconic/{identity}", store)
+        self._rank, self._world = rank, world
+
+    def report(self, state: str) -> None:
+        """Let the others know where this rank is."""
+        self._store.set(str(self._rank), json.dumps([self.step, state]))
+
+    def seen(self) -> dict[int, tuple[int, str]]:
+        """Step and state of the ranks that have reported."""
+        known = [rank for rank in range(self._world) if self._store.check([str(rank)])]
+        return {rank: tuple(json.loads(self._store.get(str(rank)))) for rank in known}
+
+    def worry(self) -> None:
+        """A collective takes long: raise if a peer that it needs has gone."""
+        if any(rank != self._rank for rank in self.seen()):
+            self.report(f"is in step {self.step + 1}")
+            raise Uneven(self._sentence())
+
+    def leave(self, *, may_differ: bool) -> None:
+        """Report, wait until all have left, and raise if one has failed or made another number of steps."""
+        self.report(f"left after {self.step} steps")
+        start, pause = time.monotonic(), 0.001
+        while len(seen := self.seen()) < self._world and not _failed(seen):
+            if time.monotonic() - start > self._store.timeout.total_seconds():
+                raise Uneven(f"{self._sentence()}; waited {self._store.timeout} for the others")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        if _failed(seen) or (len({step for step, _ in seen.values()}) > 1 and not may_differ):
+            raise Uneven(self._sentence())
+
+    def _sentence(self) -> str:
+        seen = self.seen()
+        where = ", ".join(f"rank {rank} {state}" for rank, (_, state) in sorted(seen.items()))
+        broken = any(state.startswith("failed") for _, state in seen.values())
+        advice = "" if broken else "; give every rank as many batches, or attach with uneven='stop'"
+        return f"the ranks are not in step: {where}{advice}"
+
+
+def _failed(seen: dict[int, tuple[int, str]]) -> bool:
+    return any(not state.startswith("left") for _, state in seen.values())

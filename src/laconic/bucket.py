@@ -1,0 +1,62 @@
+"""Buckets: a flat run of numbers, the parameters inside it, and each parameter's memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Slot: TypeAlias = dict[str, Tensor]
+"""One parameter's memory, as `state[p]` is in torch.optim. Two reducers never share a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What a reducer is given: numbers to average, and everything it may know.
+
+    A reducer may overwrite `flat`. It changes `slots` only after its last collective has landed, so that a step
+    that fails half-way leaves the memory of the step before.
+    """
+
+    flat: Tensor  # 1-D, contiguous
+    views: Sequence[Tensor]  # per parameter, into `flat`, in the parameter's shape
+    names: Sequence[str]  # same order
+    slots: Sequence[Slot]  # same order, found by parameter name
+    rank: int
+    world: int
+    step: int = 0  # the run's clock: warm up by this
+    round: int = 0  # exchanges done before: alternate by this
+    feedback: bool = False  # somebody will read `Reduced.error`; else it needn't be worked out
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The storage of a parameter that this rank may read and write in place."""
+    return parameter.detach()
+
+
+def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Copy tensors of one dtype and device into one flat tensor; returns it and its views."""
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return flat, unflatten(flat, tensors)
+
+
+def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views into `flat`, shaped as `like` one after the other."""
+    pieces = flat[: sum(tensor.numel() for tensor in like)].split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def pack(tensors: Sequence[Tensor], cap_bytes: int) -> list[list[int]]:
+    """Group tensors, by index, into runs of one dtype and device of at most `cap_bytes` (or one tensor)."""
+    runs: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        lists = runs.setdefault(kind, [])
+        if not lists or sizes[kind] + tensor.nbytes > cap_bytes:
+            lists.append([])
+            sizes[kind] = 0
+        lists[-1].append(index)
+        sizes[kind] += tensor.nbytes
+    return [run for lists in runs.values() for run in lists]

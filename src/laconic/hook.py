@@ -1,0 +1,237 @@
+"""The gradient hook: runs a reducer inside DDP's backward."""
+
+# DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.bucket import Bucket, Slot
+from laconic.reducers.base import Reducer
+from laconic.reducers.exact import Exact
+from laconic.wire import Flight, Group, Ledger, Reduced, TorchGroup
+
+# A bucket's next round leaves when the bucket DEPTH later arrives. See docs/ordering.md for the measurement.
+DEPTH = 1
+
+
+@dataclass(frozen=True)
+class _Layout:
+    key: tuple[int, ...]  # of which parameters, by id
+    names: list[str]
+    slots: list[Slot]
+
+
+@dataclass
+class _Airborne:
+    flight: Flight[Reduced]
+    future: Future[Tensor]
+    expected: int  # collectives that this bucket took in the last exchange; 1 as long as nobody knows
+
+    def more(self) -> bool:
+        """Whether another collective is known to follow the one in the air."""
+        return not self.flight.over and self.flight.launched < self.expected
+
+
+class GradientHook:
+    """Averages DDP's buckets by a reducer: first rounds at once, later rounds in one fixed order.
+
+    A bucket's first collective leaves as soon as DDP has filled the bucket. Its later ones leave from here alone: the next
+    when a later bucket arrives, the rest when the last bucket has arrived. Which one leaves when depends on bucket numbers
+    only, never on what has landed, so the order is the same on all ranks whatever their speed. No exchange is finished,
+    and so no memory is written, before every bucket has arrived and every collective has landed: a backward that fails
+    half-way leaves nothing behind.
+
+    How many collectives an exchange has is known only when it ends. So each bucket is expected to take as many as in the
+    exchange before; in the first exchange of a layout, later rounds wait for the last bucket.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        group: Group,
+        names: Mapping[int, str],
+        memory: Mapping[str, Slot],
+        ledger: Ledger,
+        depth: int = DEPTH,
+    ) -> None:
+        self.reducer = reducer
+        self.step = 0  # the run's clock, set from outside
+        self.rounds = 0
+        self._group, self._names, self._memory, self._ledger = group, names, memory, ledger
+        self._depth = depth
+        self._layouts: list[_Layout] = []
+        self._expected: list[int] = []
+        self._air: list[_Airborne] = []
+
+    def use(self, reducer: Reducer) -> None:
+        """Average by another reducer from the next backward on."""
+        self.reducer = reducer
+        self._expected = [1] * len(self._layouts)
+
+    def layout(self) -> list[list[str]]:
+        """Parameter names, bucket by bucket, as of the last backward."""
+        return [list(layout.names) for layout in self._layouts]
+
+    def arrive(self, gradients: dist.GradBucket) -> Future[Tensor]:
+        """DDP has filled a bucket; the future gets the mean."""
+        index = gradients.index()
+        if index == 0:
+            self.settle()
+        try:
+            bucket = self._bucket(gradients)
+            flight = Flight(self.reducer.reduce(bucket), self._group, self._ledger)
+            devices = None if bucket.flat.device.type == "cpu" else [bucket.flat.device]
+            future: Future[Tensor] = Future(devices=devices)
+            self._air.append(_Airborne(flight, future, self._expected[index]))
+            if gradients.is_last():
+                self._finish()
+            else:
+                self._advance(index)
+        except Exception as error:
+            error.add_note(f"laconic: averaging gradients by {self.reducer}, step {self.step + 1}, bucket {index}")
+            self.settle()
+            raise
+        return future
+
+    def settle(self) -> None:
+        """Forget the exchanges of a backward that never came to its end."""
+        air, self._air = self._air, []
+        landed = [airborne.flight.abandon() for airborne in air]
+        if not all(landed):
+            warnings.warn(
+                "a backward failed while collectives were in the air, and a peer never launched its part of them; "
+                "destroy the process group before you communicate again",
+                stacklevel=2,
+            )
+
+    def _advance(self, index: int) -> None:
+        for earlier in self._air[: max(index - self._depth + 1, 0)][:: -self._depth]:
+            if earlier.more():
+                earlier.flight.step()
+
+    def _finish(self) -> None:
+        behind = self._air
+        while behind := [airborne for airborne in behind if airborne.more()]:
+            for airborne in behind:
+                airborne.flight.step()
+        for airborne in self._air:
+            airborne.flight.land()
+        flights = [airborne.flight for airborne in self._air]
+        while flights:
+            flights = [flight for flight in flights if flight.step()]
+        for airborne in self._air:
+            airborne.future.set_result(airborne.flight.result.mean)
+        self._expected = [airborne.flight.launched for airborne in self._air]
+        self._air = []
+        self.rounds += 1
+
+    def _bucket(self, gradients: dist.GradBucket) -> Bucket:
+        flat, index = gradients.buffer(), gradients.index()
+        parameters = gradients.parameters()
+        key = tuple(map(id, parameters))
+        if index >= len(self._layouts) or self._layouts[index].key != key:
+            # DDP rebuilds its buckets once, after the first backward.
+            names = [self._names[id(parameter)] for parameter in parameters]
+            self._layouts[index:] = [_Layout(key, names, [self._memory[name] for name in names])]
+            self._expected[index:] = [1]
+        elif gradients.is_last():
+            del self._layouts[index + 1 :]
+        layout, group = self._layouts[index], self._group
+        return Bucket(
+            flat, gradients.gradients(), layout.names, layout.slots, group.rank, group.world, self.step, self.rounds
+        )
+
+
+class Dispatcher:
+    """The one hook a DDP will ever have: DDP takes a single registration, so this is it, and `target` is re-pointed.
+
+    Without a run it averages as DDP does. It is held by DDP's C++ half, where no garbage collector looks: it must not
+    lead back to the DDP or to the run.
+    """
+
+    _of: "weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher]" = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.target: GradientHook | None = None
+        self.plain: GradientHook | None = None
+        self.on_forward: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._flags: tuple[bool, bool] | None = None  # DDP's own, while it is muted
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> "Dispatcher":
+        """The dispatcher of a DDP, registered now if it is the first time."""
+        if ddp not in cls._of:
+            dispatcher = cls()
+            names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+            memory: dict[str, Slot] = {name: {} for name in names.values()}
+            dispatcher.plain = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, Ledger())
+            ddp.register_comm_hook(None, dispatcher.dispatch)
+            ddp.register_forward_pre_hook(dispatcher.before_forward)
+            cls._of[ddp] = dispatcher
+        return cls._of[ddp]
+
+    @classmethod
+    def refusal(cls, ddp: DistributedDataParallel) -> str | None:
+        """Why this DDP can't be given a dispatcher, or None."""
+        if ddp in cls._of:
+            return "this DDP is attached to a run already; call its detach() first" if cls._of[ddp].target else None
+        foreign = [hook for hook, _ in ddp._comm_hooks if not isinstance(getattr(hook, "__self__", None), Dispatcher)]
+        if foreign:
+            name = getattr(foreign[0], "__qualname__", repr(foreign[0]))
+            return f"this DDP has the communication hook {name} already, and DDP takes one for ever; build a new DDP without it"
+        if ddp.mixed_precision is not None:
+            return "a DDP built with mixed_precision= runs a communication hook of its own; use torch.autocast instead"
+        return None
+
+    def dispatch(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        target = self.target or self.plain
+        assert target is not None, "a copy of a dispatcher is registered with no DDP"
+        return target.arrive(bucket)
+
+    def before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
+        if self.plain is None:  # a copy, found on a copied DDP: give that one its own flags back
+            self.unmute(ddp)
+        elif self._flags is not None:  # leaving `no_sync` may have put the flag back
+            ddp.require_backward_grad_sync = False
+        callback = self.on_forward() if self.on_forward else None
+        if callback is not None:
+            callback()
+
+    def mute(self, ddp: DistributedDataParallel) -> None:
+        """No collective in forward or backward, not even DDP's own for buffers and unused parameters."""
+        if self._flags is None:
+            self._flags = (ddp.require_backward_grad_sync, ddp.forward_sync_buffers)
+            ddp.require_backward_grad_sync = ddp.forward_sync_buffers = False
+
+    def unmute(self, ddp: DistributedDataParallel) -> None:
+        if self._flags is not None:
+            ddp.require_backward_grad_sync, ddp.forward_sync_buffers = self._flags
+            self._flags = None
+
+    def release(self, ddp: DistributedDataParallel) -> None:
+        """Plain DDP again."""
+        if self.target is not None:
+            self.target.settle()
+        self.target = self.on_forward = None
+        self.unmute(ddp)
+
+    def __deepcopy__(self, memo: object) -> "Dispatcher":
+        return _copy(self._flags)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copy, (self._flags,)
+
+
+def _copy(flags: tuple[bool, bool] | None) -> Dispatcher:
+    warnings.warn("a copied or unpickled DistributedDataParallel is a plain one, attached to no laconic run", stacklevel=3)
+    dispatcher = Dispatcher()
+    dispatcher._flags = flags
+    return dispatcher

@@ -1,0 +1,96 @@
+"""Strategies by name: a recipe says how, when and with whom in one line."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from typing import Any, ParamSpec
+
+from laconic import routes
+from laconic.reducers.base import Reducer
+from laconic.reducers.cast import Cast
+from laconic.reducers.exact import Exact
+from laconic.reducers.warmup import Warmup
+from laconic.routes import Route
+
+Arguments = ParamSpec("Arguments")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How gradients are averaged, and when and with whom. `str()` gives the text it can be made from again."""
+
+    reducer: Reducer
+    route: Route
+    text: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+RECIPES: dict[str, Callable[..., Strategy]] = {}
+
+
+def recipe(build: Callable[Arguments, Strategy]) -> Callable[Arguments, Strategy]:
+    """Give a recipe its name in texts, and its strategies the text they came from."""
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def _named(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Strategy:
+        given = signature.bind(*args, **kwargs).arguments
+        chosen = {name: value for name, value in given.items() if value != signature.parameters[name].default}
+        return replace(build(*args, **kwargs), text=render_call(build.__name__, chosen))
+
+    RECIPES[build.__name__] = _named
+    return _named
+
+
+def render(value: object) -> str:
+    """A value as it is written in a strategy's text; what a dataclass has by default is left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
+        return render_call(type(value).__name__, shown)
+    return repr(value)
+
+
+def render_call(name: str, arguments: Mapping[str, object]) -> str:
+    return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
+
+
+def _default(f: Any) -> object:
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def _warmed(warmup: int, reducer: Reducer) -> Reducer:
+    if warmup < 0:
+        raise ValueError(f"warmup must be 0 or more steps, got {warmup}")
+    return Warmup(warmup, reducer) if warmup else reducer
+
+
+@recipe
+def ddp(*, reducer: Reducer = Exact(), warmup: int = 0) -> Strategy:  # noqa: B008  (a frozen value)
+    """Average the gradients of every step, by any reducer; `warmup` steps of plain all-reduce first.
+
+    Bytes: the reducer's; as given, 2(N-1)/N * n * itemsize a step, bit for bit DDP without a hook.
+    """
+    if not isinstance(reducer, Reducer):
+        raise TypeError(f"reducer must be a Reducer such as Cast('bf16'), got {reducer!r}")
+    return Strategy(_warmed(warmup, reducer), routes.world())
+
+
+@recipe
+def fp16(*, warmup: int = 0) -> Strategy:
+    """Gradients as fp16 on the wire, summed in fp32. Bytes: 2(N-1)/N * 2n a step."""
+    return Strategy(_warmed(warmup, Cast("fp16")), routes.world())
+
+
+@recipe
+def bf16(*, warmup: int = 0) -> Strategy:
+    """Gradients as bf16 on the wire, summed in fp32. Bytes: 2(N-1)/N * 2n a step."""
+    return Strategy(_warmed(warmup, Cast("bf16")), routes.world())
+
+
+@recipe
+def silent() -> Strategy:
+    """Every rank for itself; replicas are averaged once, on leaving. Bytes: none a step. The speed limit of a comparison."""
+    return Strategy(Exact(), routes.silent())

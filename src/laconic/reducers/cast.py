@@ -1,0 +1,77 @@
+"""Sixteen bits on the wire."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+
+from laconic.bucket import Bucket
+from laconic.reducers.base import Reducer
+from laconic.wire import AllGather, AllReduce, AllToAll, Exchange, Reduced
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cast(Reducer):
+    """Send 16-bit floats; by default still sum in 32.
+
+    Maths: accumulate="fp32": each rank owns one N-th of the bucket, collects everybody's 16-bit copy of it, sums in fp32,
+    rounds the mean once and hands it to all; two roundings, whatever N is. accumulate="wire": the backend's all-reduce
+    adds in 16 bits; N roundings, one message fewer. fp16 reaches 65504 only, so wider numbers are scaled by the power of
+    two next below 1/N first: a sum that fits the mean's range never overflows on the way, and no mantissa bit is lost.
+    Bytes: 2(N-1)/N * 2n either way (all-to-all + all-gather, or all-reduce).
+    Not for tiny gradients in fp16: what is below 6e-8 * N comes out as zero. bf16 has the range of fp32.
+
+    >>> import laconic
+    >>> str(laconic.ddp(reducer=laconic.Cast("fp16", accumulate="wire")))
+    "ddp(reducer=Cast(dtype='fp16', accumulate='wire'))"
+    """
+
+    dtype: str = "bf16"
+    accumulate: Literal["fp32", "wire"] = "fp32"
+
+    def __post_init__(self) -> None:
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        if isinstance(self.dtype, torch.dtype) and self.dtype in names:
+            object.__setattr__(self, "dtype", names[self.dtype])
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.accumulate not in ("fp32", "wire"):
+            raise ValueError(f"accumulate must be 'fp32' or 'wire', got {self.accumulate!r}")
+
+    @classmethod
+    def examples(cls) -> Iterator[Self]:
+        for dtype in DTYPES:
+            yield cls(dtype)
+            yield cls(dtype, accumulate="wire")
+
+    def reduce(self, bucket: Bucket) -> Exchange:
+        flat, world, dtype = bucket.flat, bucket.world, DTYPES[self.dtype]
+        count = flat.numel()
+        scale = self._scale(flat.dtype, world)
+
+        message = flat.new_empty(-(-count // world) * world, dtype=dtype)
+        message[count:] = 0
+        message[:count] = flat if scale == 1 else flat.mul_(scale)
+        error = flat.sub_(message[:count]).mul_(1 / scale) if bucket.feedback else None
+
+        if self.accumulate == "wire":
+            mean = yield AllReduce(message)
+            rest = 1 / scale
+        else:
+            rows = yield AllToAll(message.view(world, -1))
+            mine = rows.sum(0, dtype=torch.float32).mul_(1 / (world * scale)).to(dtype)
+            mean = (yield AllGather(mine)).view(-1)
+            rest = 1.0
+
+        out = flat if error is None else torch.empty_like(flat)
+        out.copy_(mean[:count])
+        return Reduced(out if rest == 1 else out.mul_(rest), error)
+
+    def _scale(self, dtype: torch.dtype, world: int) -> float:
+        # A tensor that is 16 bits wide already is sent as it is: identical replicas then come back bit for bit.
+        if self.dtype == "bf16" or dtype.itemsize <= 2:
+            return 1.0
+        return float(2.0 ** -(world - 1).bit_length())

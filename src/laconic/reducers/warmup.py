@@ -1,0 +1,39 @@
+"""One reducer first, another one later."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Self
+
+from laconic.bucket import Bucket
+from laconic.reducers.base import Reducer
+from laconic.reducers.cast import Cast
+from laconic.reducers.exact import Exact
+from laconic.wire import Exchange
+
+
+@dataclass(frozen=True)
+class Warmup(Reducer):
+    """`before` until step `start` of the run's clock, then `inner`.
+
+    Bytes: those of whichever is in force.
+
+    >>> import laconic
+    >>> str(laconic.ddp(reducer=laconic.Warmup(100, laconic.Cast("fp16"))))
+    "ddp(reducer=Warmup(start=100, inner=Cast(dtype='fp16')))"
+    """
+
+    start: int
+    inner: Reducer
+    before: Reducer = field(default_factory=Exact)
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise ValueError(f"start must be 0 or more steps, got {self.start}")
+
+    @classmethod
+    def examples(cls) -> Iterator[Self]:
+        yield cls(2, Cast("bf16"))
+        yield cls(2, Exact(), before=Cast("fp16"))
+
+    def reduce(self, bucket: Bucket) -> Exchange:
+        return (self.before if bucket.step < self.start else self.inner).reduce(bucket)

@@ -1,0 +1,369 @@
+"""The live object: a strategy at work on a model."""
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic.agreement import RollCall, Uneven, agree, gather_texts, pulse
+from laconic.averaging import ParameterAverager
+from laconic.bucket import Slot, local
+from laconic.clock import Clock
+from laconic.hook import Dispatcher, GradientHook
+from laconic.recipes import Strategy
+from laconic.spec import strategy as read
+from laconic.wire import Ledger, TorchGroup, land
+
+STATE_VERSION = 1
+_attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one rank has done so far."""
+
+    steps: int  # attempted optimizer steps
+    rounds: int  # exchanges of all gradients
+    collectives: int
+    payload_bytes: int  # handed to collectives
+    wire_bytes: int  # put on the cable for them, at the least
+    wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
+    aside_bytes: int  # wire bytes of `consensus`, which is no part of training
+
+
+class _Stop(BaseException):
+    """Another rank has run out of batches: leave the block, quietly. Not an Exception, so that no user's handler keeps it."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `attach` was given, checked."""
+
+    model: nn.Module
+    ddp: DistributedDataParallel | None
+    parameters: dict[str, nn.Parameter]  # those that are trained
+    optimizers: list[Optimizer]
+    scaler: torch.amp.GradScaler | None
+    strategy: Strategy
+    uneven: str
+
+    def facts(self) -> list[str]:
+        return [
+            f"strategy {self.strategy}",
+            f"uneven={self.uneven!r}",
+            f"{len(self.optimizers)} optimizers",
+            "a GradScaler" if self.scaler else "no GradScaler",
+            "a DistributedDataParallel" if self.ddp else "a bare module",
+            *(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in self.parameters.items()),
+        ]
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    strategy: Strategy | str,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    uneven: Literal["error", "stop"] = "error",
+) -> "Run":
+    """Train `model` by `strategy`, with the loop as it is.
+
+    All ranks call this together; they compare what they were given, and any difference is an error on all of them.
+    `model` is a DistributedDataParallel, or any module where the strategy never averages gradients. With a `scaler`, steps
+    that it skips are counted too. `uneven="stop"` lets ranks run out of batches at different steps: all stop together
+    then, for the price of a one-byte collective before each forward; otherwise that is an error that names them.
+
+    >>> import torch, laconic
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "bf16()") as run:
+    ...     for batch in torch.ones(3, 8, 4):
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> run.stats().steps, run.stats().payload_bytes
+    (3, 120)
+    >>> torch.distributed.destroy_process_group()
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group() first"
+        )
+    is_ddp = isinstance(model, DistributedDataParallel)
+    process_group = model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
+    group, device = TorchGroup(process_group), _control_device(process_group)
+    try:
+        plan = _check(model, optimizer, strategy, scaler, uneven)
+    except (TypeError, ValueError) as problem:
+        agree([], problem, group, device)
+        raise
+    identity = agree(plan.facts(), None, group, device)
+    return Run(plan, process_group, identity)
+
+
+class Run:
+    """A strategy attached to a model; made by `attach`."""
+
+    def __init__(self, plan: _Plan, process_group: dist.ProcessGroup, identity: str) -> None:
+        self.strategy = plan.strategy
+        self._plan = plan
+        self._device = _control_device(process_group)
+        self._memory: dict[str, Slot] = {name: {} for name in plan.parameters}
+        self._ledger, self._aside, self._control = Ledger(), Ledger(), Ledger()
+        self._roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), process_group.size())
+        self._group = TorchGroup(process_group, self._roll.worry)
+        self._drifted = False  # replicas may differ
+        self._pulsed = -1  # the last step before which this rank heard that all go on
+        self._live = True
+        self._hook: GradientHook | None = None
+        if plan.ddp is not None:
+            names = {id(parameter): name for name, parameter in plan.parameters.items()}
+            self._hook = GradientHook(plan.strategy.reducer, self._group, names, self._memory, self._ledger)
+            self._dispatcher = Dispatcher.of(plan.ddp)
+            self._dispatcher.target = self._hook
+            self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
+        # From here on the optimizers keep the run alive, also where the caller drops it.
+        self._clock = Clock(plan.optimizers, plan.scaler, self._after_step)
+        _attached.update(plan.optimizers)
+        self._set_up_step()
+
+    # The loop
+
+    def _set_up_step(self) -> None:
+        step = self._roll.step = self._clock.step
+        if self._hook is not None and self._plan.ddp is not None:
+            self._hook.step = step
+            if self.strategy.route.at(step) is None:
+                self._dispatcher.mute(self._plan.ddp)
+            else:
+                self._dispatcher.unmute(self._plan.ddp)
+
+    def _after_step(self) -> None:
+        if self.strategy.route.at(self._clock.step - 1) is None and self._group.world > 1:
+            self._drifted = True
+        self._set_up_step()
+
+    def _before_forward(self) -> None:
+        step = self._clock.step
+        first = self._pulsed < step and torch.is_grad_enabled()
+        if self._plan.uneven == "stop" and first and self.strategy.route.at(step) is not None:
+            self._pulsed = step
+            if not all(land(pulse(True, self._device), self._group, self._control)):
+                raise _Stop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not self._live:
+            return False
+        try:
+            if error is not None and not isinstance(error, _Stop):
+                self._report_failure(error)
+                return False
+            stop = self._plan.uneven == "stop"
+            if stop and error is None and self.strategy.route.talks:
+                land(pulse(False, self._device), self._group, self._control)
+            self._roll.leave(may_differ=stop)
+            self.sync()
+            return isinstance(error, _Stop)
+        finally:
+            self.detach()
+
+    def _report_failure(self, error: BaseException) -> None:
+        if isinstance(error, Uneven):
+            return  # `worry` has reported already
+        try:
+            self._roll.report(f"failed in step {self._clock.step + 1} with {type(error).__name__}: {error}")
+        except RuntimeError as lost:
+            error.add_note(f"laconic: the other ranks could not be told: {lost}")
+
+    # What a user asks for
+
+    def stats(self) -> Stats:
+        """Counts since the run was attached; always on."""
+        total = self._ledger.total
+        return Stats(
+            steps=self._clock.step,
+            rounds=self._hook.rounds if self._hook else 0,
+            collectives=total.collectives,
+            payload_bytes=total.payload_bytes,
+            wire_bytes=total.wire_bytes,
+            wait_seconds=self._ledger.wait_seconds,
+            aside_bytes=self._aside.total.wire_bytes,
+        )
+
+    def layout(self) -> list[list[str]]:
+        """DDP's buckets as they are, by parameter name. DDP rebuilds them once, after the first backward."""
+        buckets = self._hook.layout() if self._hook else []
+        if not buckets:
+            raise RuntimeError("no bucket has been seen: run a backward first, or call predict() without buckets")
+        return buckets
+
+    def sync(self) -> None:
+        """Make every replica equal, if steps were taken apart; all ranks call it together."""
+        self._require_live("sync")
+        if self._drifted:
+            self._compare_clocks()
+            self._average(self._ledger)
+            self._drifted = False
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Inside, the parameters are the mean of the replicas; after, the local ones again, bit for bit. All ranks together."""
+        self._require_live("consensus")
+        if not self._drifted:
+            yield
+            return
+        tensors = [local(tensor) for tensor in self._averaged().values()]
+        kept = [tensor.clone() for tensor in tensors]
+        self._average(self._aside)
+        try:
+            yield
+        finally:
+            for tensor, mine in zip(tensors, kept, strict=True):
+                tensor.copy_(mine)
+
+    def swap(self, strategy: Strategy | str) -> None:
+        """Go on by another strategy from the next step; all ranks call it together, between steps."""
+        self._require_live("swap")
+        try:
+            chosen = read(strategy)
+            _check_route(chosen, self._plan.ddp)
+        except (TypeError, ValueError) as problem:
+            agree([], problem, self._group, self._device)
+            raise
+        agree([f"strategy {chosen}", f"step {self._clock.step}"], None, self._group, self._device)
+        self.strategy = chosen
+        if self._hook is not None:
+            self._hook.use(chosen.reducer)
+        self._set_up_step()
+
+    def detach(self) -> None:
+        """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""
+        if not self._live:
+            return
+        self._live = False
+        self._clock.stop()
+        _attached.difference_update(self._plan.optimizers)
+        if self._plan.ddp is not None:
+            self._dispatcher.release(self._plan.ddp)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's communication state, as plain data that `torch.load` takes by default."""
+        if self._hook is not None:
+            self._hook.settle()
+        return {
+            "version": STATE_VERSION,
+            "strategy": str(self.strategy),
+            "step": self._clock.step,
+            "rounds": self._hook.rounds if self._hook else 0,
+            "drifted": self._drifted,
+            "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Nothing is changed if it doesn't fit."""
+        self._require_live("load_state_dict")
+        version = state.get("version")
+        if version != STATE_VERSION:
+            raise ValueError(f"can read state of version {STATE_VERSION}, got {version!r}; is it a laconic run's state_dict?")
+        if state["strategy"] != str(self.strategy):
+            raise ValueError(f"the state is of the strategy {state['strategy']}, attached is {self.strategy}")
+        for name, slot in state["memory"].items():
+            if name not in self._memory:
+                raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't train")
+            if not all(isinstance(value, Tensor) for value in slot.values()):
+                raise ValueError(f"the memory of {name!r} must be tensors")
+        for name, kept in self._memory.items():
+            kept.clear()
+            device = self._plan.parameters[name].device
+            kept.update({key: value.detach().to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
+        self._drifted = bool(state["drifted"])
+        self._clock.step = int(state["step"])
+        if self._hook is not None:
+            self._hook.rounds = int(state["rounds"])
+        self._set_up_step()
+
+    # Parts of the above
+
+    def _averaged(self) -> dict[str, Tensor]:
+        buffers = {name: buffer for name, buffer in _module(self._plan.model).named_buffers() if buffer.is_floating_point()}
+        return {**self._plan.parameters, **buffers}
+
+    def _average(self, ledger: Ledger) -> None:
+        ParameterAverager(self._averaged(), ledger).average(self._group)
+
+    def _compare_clocks(self) -> None:
+        steps = land(gather_texts(str(self._clock.step), self._device), self._group, self._control)
+        if len(set(steps)) > 1 and self._plan.uneven == "error":
+            raise Uneven("the ranks are not in step: " + ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps)))
+
+    def _require_live(self, what: str) -> None:
+        if not self._live:
+            raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
+
+
+def _control_device(process_group: dist.ProcessGroup) -> torch.device:
+    devices = process_group._device_types
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+
+
+def _module(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _check_route(strategy: Strategy, ddp: DistributedDataParallel | None) -> None:
+    if strategy.route.talks and ddp is None:
+        raise ValueError(
+            f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
+            "model = DistributedDataParallel(model)"
+        )
+
+
+def _check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object) -> _Plan:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    chosen = read(strategy)  # type: ignore[arg-type]  # it says itself what it wants
+    parameters = {name: p for name, p in _module(model).named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError(f"{type(_module(model)).__name__} has no parameters that are trained; there is nothing to average")
+    _check_route(chosen, ddp)
+    if uneven not in ("error", "stop"):
+        raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers:
+        raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
+    for one in optimizers:
+        _check_optimizer(one, parameters)
+    if ddp is not None:
+        refusal = Dispatcher.refusal(ddp)
+        if refusal:
+            raise ValueError(refusal)
+        sparse = [name for name, part in ddp.module.named_modules() if getattr(part, "sparse", False) is True]
+        if sparse and chosen.route.talks:
+            raise ValueError(f"{', '.join(sparse)} makes sparse gradients, and only dense ones can be averaged; set sparse=False")
+    return _Plan(model, ddp, parameters, optimizers, scaler, chosen, str(uneven))
+
+
+def _check_optimizer(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
+    if optimizer in _attached:
+        raise ValueError(f"this {type(optimizer).__name__} is attached to a run already; call its detach() first")
+    ours = {id(parameter) for parameter in parameters.values()}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(f"this {type(optimizer).__name__} steps none of the model's parameters; is it another model's?")

@@ -1,0 +1,84 @@
+"""Strategies as text, read by `ast` and never by `eval`: calls of known names, and literals."""
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from laconic.recipes import RECIPES, Strategy
+from laconic.reducers import discover
+
+
+def strategy(text: str | Strategy) -> Strategy:
+    """The strategy that a text describes; a strategy is passed through.
+
+    >>> strategy("bf16(warmup=100)") == strategy("ddp(reducer=Cast('bf16'), warmup=100)")
+    True
+    """
+    if isinstance(text, Strategy):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {type(text).__name__}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"can't read the strategy {text!r}: {error.msg}; write it as name(key=value, ...)") from None
+    value = _Reader(text.strip()).read(tree.body)
+    if not isinstance(value, Strategy):
+        raise ValueError(f"{text!r} is no strategy; to average gradients by a reducer write ddp(reducer={text.strip()})")
+    return value
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.known: dict[str, Callable[..., object]] = {**discover(), **RECIPES}
+
+    def read(self, node: ast.expr) -> object:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.List(elts=items):
+                return [self.read(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.read(item) for item in items)
+            case ast.Dict(keys=keys, values=values) if None not in keys:
+                return {self.read(key): self.read(value) for key, value in zip(keys, values, strict=True) if key}
+            case ast.Call(func=ast.Name() as name, args=args, keywords=keywords):
+                return self.call(name, args, keywords)
+            case ast.Name():
+                return self.call(node, [], [])
+            case _:
+                self.fail(node, "only names, calls and literals can stand here")
+
+    def call(self, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
+        if name.id not in self.known:
+            self.fail(name, f"unknown name {name.id!r}{nearest(name.id, self.known)}")
+        target = self.known[name.id]
+        parameters = inspect.signature(target).parameters
+        named: dict[str, Any] = {}
+        for keyword in keywords:
+            if keyword.arg not in parameters:
+                self.fail(keyword, f"{name.id} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
+            if keyword.arg in named:
+                self.fail(keyword, f"{keyword.arg!r} is given twice")
+            named[keyword.arg] = self.read(keyword.value)
+        positional = [self.read(arg) for arg in args]
+        try:
+            return target(*positional, **named)
+        except (TypeError, ValueError) as error:
+            self.fail(name, str(error).removeprefix("_named() "))
+
+    def fail(self, node: ast.expr | ast.keyword, message: str) -> NoReturn:
+        width = max((node.end_col_offset or 0) - node.col_offset, 1)
+        raise ValueError(f"{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}") from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt word: the name that was probably meant, or all there are."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(names) or 'none'}"

@@ -1,0 +1,359 @@
+"""The wire: collectives, the exchanges made of them, and the drivers that run them.
+
+An exchange is a generator. It yields a collective, is sent the answer, and in the end returns what it worked out:
+
+    def reduce(bucket):
+        mean = yield AllReduce(bucket.flat)
+        return Reduced(mean)
+
+Whoever holds the generator decides how the collectives happen: `Flight` sends them through a `Group`, `simulate` runs all
+ranks in one process, `predict` runs one rank on meta tensors and only counts. This is the only file that launches
+collectives and the only one that counts bytes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# How long a rank waits for a collective before it asks whether a peer is still there.
+PATIENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Answer: the mean over the group, in the tensor that was handed in. Each rank multiplies by 1/N, then all are summed."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Answer: every rank's tensor, as one of shape (world, *shape)."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Row r of a (world, n) tensor goes to rank r. Answer: (world, n), where row r came from rank r."""
+
+    tensor: Tensor
+
+
+Collective: TypeAlias = AllReduce | AllGather | AllToAll
+Answer = TypeVar("Answer")
+Rounds: TypeAlias = Generator[Collective, Tensor, Answer]
+
+
+class Reduced(NamedTuple):
+    """What a reducer's exchange returns."""
+
+    mean: Tensor  # the same bits on every rank of the group
+    error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
+
+
+Exchange: TypeAlias = Rounds[Reduced]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes and collectives of one rank.
+
+    `payload_bytes` is what the rank handed to collectives, `wire_bytes` the least that it must put on the cable for them:
+    all-reduce 2(N-1)/N * M, all-to-all (N-1)/N * M, all-gather (N-1) * m.
+    """
+
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+    collectives: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+            self.collectives + other.collectives,
+        )
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.payload_bytes - other.payload_bytes,
+            self.wire_bytes - other.wire_bytes,
+            self.collectives - other.collectives,
+        )
+
+
+def traffic(collective: Collective, world: int) -> Traffic:
+    """What one collective costs one rank; a fraction of a byte is rounded up."""
+    payload = collective.tensor.nbytes
+    match collective:
+        case AllReduce():
+            sent = 2 * (world - 1) * payload
+        case AllToAll():
+            sent = (world - 1) * payload
+        case AllGather():
+            sent = (world - 1) * payload * world
+    return Traffic(payload, -(-sent // world), 1)
+
+
+@dataclass(slots=True)
+class Row:
+    """One collective in the ledger. Times are of `time.perf_counter`; None: not yet, or not known on this device."""
+
+    kind: str
+    payload_bytes: int
+    wire_bytes: int
+    world: int
+    launched: float
+    landed: float | None = None
+    wait_seconds: float | None = None
+
+
+@dataclass
+class Ledger:
+    """Counts every collective as it leaves and lands: totals for ever, single rows for the latest ones."""
+
+    total: Traffic = field(default_factory=Traffic)
+    wait_seconds: float | None = 0.0  # time the thread stood still; None: unknown, because waiting doesn't block the host there
+    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=4096))
+
+    def launch(self, collective: Collective, world: int) -> Row:
+        cost = traffic(collective, world)
+        self.total = self.total + cost
+        row = Row(type(collective).__name__, cost.payload_bytes, cost.wire_bytes, world, time.perf_counter())
+        self.rows.append(row)
+        return row
+
+    def land(self, row: Row, waited: float | None) -> None:
+        row.landed = time.perf_counter()
+        row.wait_seconds = waited
+        if waited is None or self.wait_seconds is None:
+            self.wait_seconds = None
+        else:
+            self.wait_seconds += waited
+
+
+class Handle(Protocol):
+    """A collective in the air."""
+
+    def wait(self) -> Tensor: ...
+
+    def settle(self, seconds: float) -> bool:
+        """Wait for the end without caring for the answer; False: it is still in the air."""
+        ...
+
+
+class Group(Protocol):
+    """A process group seen from above. Size and rank are read at every exchange: a later group may change them."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def launch(self, collective: Collective) -> Handle: ...
+
+
+def _no_worry() -> None:
+    """Nobody keeps a roll: wait on until the process group's own timeout."""
+
+
+class TorchGroup:
+    """A `torch.distributed` process group.
+
+    `worry` is called each time a wait has lasted `PATIENCE_SECONDS`; it may raise to end the wait.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, worry: Callable[[], None] = _no_worry) -> None:
+        self.process_group = process_group
+        self.worry = worry
+
+    @property
+    def rank(self) -> int:
+        return self.process_group.rank()
+
+    @property
+    def world(self) -> int:
+        return self.process_group.size()
+
+    def launch(self, collective: Collective) -> Handle:
+        tensor, group = collective.tensor, self.process_group
+        match collective:
+            case AllReduce():
+                # 1/N first and by multiplication, as DDP without a hook does: no overflow of the sum, and its very bits.
+                answer = tensor.mul_(1 / self.world)
+                work = dist.all_reduce(answer, group=group, async_op=True)
+            case AllGather():
+                answer = blank(collective, self.world)
+                work = dist.all_gather_single(_as_bytes(answer), _as_bytes(tensor), group=group, async_op=True)
+            case AllToAll():
+                answer = blank(collective, self.world)
+                work = dist.all_to_all_single(_as_bytes(answer), _as_bytes(tensor), group=group, async_op=True)
+        return _TorchHandle(work, collective, answer, self.worry)
+
+
+@dataclass(slots=True)
+class _TorchHandle:
+    work: dist.Work
+    collective: Collective  # keeps what is being sent alive
+    answer: Tensor
+    worry: Callable[[], None]
+
+    def wait(self) -> Tensor:
+        if self.answer.device.type != "cpu":
+            self.work.wait()  # orders the stream, doesn't block the host: a timeout would have nothing to measure
+            return self.answer
+        while not self.settle(PATIENCE_SECONDS):
+            self.worry()
+        self.work.wait()
+        return self.answer
+
+    def settle(self, seconds: float) -> bool:
+        try:
+            self.work.wait(timedelta(seconds=seconds))
+        except RuntimeError:  # too slow, or failed; a failure is raised again by the next wait
+            return self.work.is_completed()
+        return True
+
+
+def blank(collective: Collective, world: int) -> Tensor:
+    """An answer of the right shape and no meaning: room for a real one, the meta one, the one of an empty tensor."""
+    tensor = collective.tensor
+    match collective:
+        case AllReduce():
+            return tensor
+        case AllToAll():
+            return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        case AllGather():
+            return tensor.new_empty((world, *tensor.shape))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # Gloo refuses int16 and the float8 types, and nothing is computed on the way: so bytes travel as bytes.
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+class Flight(Generic[Answer]):
+    """One exchange with its current collective in the air."""
+
+    def __init__(self, rounds: Rounds[Answer], group: Group, ledger: Ledger) -> None:
+        self.launched = 0
+        self.over = False
+        self._rounds, self._group, self._ledger = rounds, group, ledger
+        self._handle: Handle | None = None
+        self._answer: Tensor | None = None
+        self._result: Answer | None = None
+        self._proceed(None)
+
+    @property
+    def result(self) -> Answer:
+        assert self.over and self._result is not None, "the exchange has not landed yet"
+        return self._result
+
+    def land(self) -> None:
+        """Wait for the collective in the air, and go no further."""
+        if self._handle is None:
+            return
+        start = time.perf_counter()
+        self._answer = self._handle.wait()
+        blocking = self._answer.device.type == "cpu"
+        self._ledger.land(self._row, time.perf_counter() - start if blocking else None)
+        self._handle = None
+
+    def step(self) -> bool:
+        """Land the collective in the air and launch the next one; False once `result` is in."""
+        if not self.over:
+            self.land()
+            self._proceed(self._answer)
+        return not self.over
+
+    def abandon(self) -> bool:
+        """Forget the exchange; False: its collective is still in the air, because a peer never launched its part."""
+        self._rounds.close()
+        return self._handle is None or self._handle.settle(PATIENCE_SECONDS)
+
+    def _proceed(self, answer: Tensor | None) -> None:
+        self._answer = None  # the generator may now free what it was sent
+        try:
+            collective = next(self._rounds) if answer is None else self._rounds.send(answer)
+            while collective.tensor.numel() == 0:  # nothing to say: not worth a message
+                collective = self._rounds.send(blank(collective, self._group.world))
+        except StopIteration as stop:
+            self._result, self.over = stop.value, True
+            return
+        self._row = self._ledger.launch(collective, self._group.world)
+        self._handle = self._group.launch(collective)
+        self.launched += 1
+
+
+def land(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:
+    """Run an exchange to its end and return its result."""
+    flight = Flight(rounds, group, ledger)
+    while flight.step():
+        pass
+    return flight.result
+
+
+def predict(rounds: Rounds[Answer], world: int) -> Traffic:
+    """Count what an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
+    total = Traffic()
+    try:
+        collective = next(rounds)
+        while True:
+            if collective.tensor.numel():
+                total += traffic(collective, world)
+            collective = rounds.send(blank(collective, world))
+    except StopIteration:
+        return total
+
+
+def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> list[Answer]:
+    """Run the exchanges of all ranks in this process, in step with each other; `ledger` counts for one rank.
+
+    >>> import torch
+    >>> def mean(x):
+    ...     return (yield AllReduce(x))
+    >>> simulate([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
+    [tensor([2.]), tensor([2.])]
+    """
+    ledger = ledger or Ledger()
+    world = len(ranks)
+    results: dict[int, Answer] = {}
+    answers: list[Tensor] | None = None
+    while True:
+        collectives: list[Collective] = []
+        for rank, rounds in enumerate(ranks):
+            try:
+                collectives.append(next(rounds) if answers is None else rounds.send(answers[rank]))
+            except StopIteration as stop:
+                results[rank] = stop.value
+        if not collectives:
+            return [results[rank] for rank in range(world)]
+        assert len(collectives) == world, f"ranks {sorted(results)} have finished, the others have not"
+        shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
+        assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"
+        if collectives[0].tensor.numel():
+            ledger.land(ledger.launch(collectives[0], world), 0.0)
+        answers = _answers(collectives)
+
+
+def _answers(collectives: Sequence[Collective]) -> list[Tensor]:
+    tensors = [collective.tensor for collective in collectives]
+    world = len(tensors)
+    match collectives[0]:
+        case AllReduce():
+            for tensor in tensors:
+                tensor.mul_(1 / world)
+            total = tensors[0].clone()
+            for tensor in tensors[1:]:
+                total += tensor
+            return [tensor.copy_(total) for tensor in tensors]
+        case AllGather():
+            return [torch.stack(tensors) for _ in tensors]
+        case AllToAll():
+            return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(world)]

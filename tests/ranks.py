@@ -1,0 +1,114 @@
+"""`ranks(n, fn)`: run a function on n live gloo ranks.
+
+Importing torch takes seconds, so the processes live on and are sent one function after another; each call gets a process
+group of its own. A call that fails or takes too long ends the whole pool: the next one starts afresh.
+"""
+
+import atexit
+import multiprocessing as mp
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+Extra = ParamSpec("Extra")
+Result = TypeVar("Result")
+
+GROUP_TIMEOUT = timedelta(seconds=90)
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, store, fn, args, kwargs = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT
+            )
+            torch.manual_seed(rank)
+            answer = (True, fn(rank, *args, **kwargs))
+            dist.destroy_process_group()
+        except BaseException:
+            answer = (False, f"rank {rank} of {world}:\n{traceback.format_exc()}")
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.members: list[tuple[Any, Connection]] = []
+
+    def grow(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        while len(self.members) < size:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.members.append((process, ours))
+
+    def end(self) -> None:
+        for process, pipe in self.members:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.members = []
+
+
+_pool = _Pool()
+atexit.register(_pool.end)
+
+
+def ranks(
+    world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs
+) -> list[Result]:
+    """Call `fn(rank, ...)` on `world` ranks, with gloo as the default process group; the results, by rank."""
+    return ranks_within(120, world, fn, *args, **kwargs)
+
+
+def ranks_within(
+    seconds: float, world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs
+) -> list[Result]:
+    """As `ranks`, with another limit of time."""
+    _pool.grow(world)
+    pipes = [pipe for _, pipe in _pool.members[:world]]
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, pipe in enumerate(pipes):
+            pipe.send_bytes(pickle.dumps((rank, world, str(Path(folder, "store")), fn, args, kwargs)))
+        answers = _collect(pipes, time.monotonic() + seconds)
+    problems = [problem for answer in answers for problem in _problem(answer)]
+    if problems:
+        _pool.end()
+        raise AssertionError("\n".join(problems))
+    return [answer[1] for answer in answers if answer]
+
+
+def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any] | None]:
+    answers: dict[Connection, tuple[bool, Any]] = {}
+    while len(answers) < len(pipes) and time.monotonic() < deadline:
+        waiting = [pipe for pipe in pipes if pipe not in answers]
+        for ready in wait(waiting, timeout=1):
+            assert isinstance(ready, Connection)
+            try:
+                answers[ready] = pickle.loads(ready.recv_bytes())
+            except EOFError:
+                answers[ready] = (False, "the process died")
+        if any(not good for good, _ in answers.values()):
+            deadline = min(deadline, time.monotonic() + 15)  # the others may have something to say
+    return [answers.get(pipe) for pipe in pipes]
+
+
+def _problem(answer: tuple[bool, Any] | None) -> list[str]:
+    if answer is None:
+        return ["a rank never answered"]
+    return [] if answer[0] else [str(answer[1])]
