@@ -33,9 +33,7 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT
-            )
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
             torch.manual_seed(rank)
             answer = (True, fn(rank, *args, **kwargs))
             dist.destroy_process_group()
@@ -69,9 +67,7 @@ _pool = _Pool()
 atexit.register(_pool.end)
 
 
-def ranks(
-    world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs
-) -> list[Result]:
+def ranks(world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs) -> list[Result]:
     """Call `fn(rank, ...)` on `world` ranks, with gloo as the default process group; the results, by rank."""
     return ranks_within(120, world, fn, *args, **kwargs)
 

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from laconic.agreement import Uneven as Uneven
+    from laconic.agreement import UnevenError as UnevenError
     from laconic.bucket import Bucket as Bucket
     from laconic.bucket import Slot as Slot
     from laconic.forecast import predict as predict
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "agreement": ["Uneven"],
+    "agreement": ["UnevenError"],
     "bucket": ["Bucket", "Slot"],
     "forecast": ["predict"],
     "recipes": ["Strategy", "bf16", "ddp", "fp16", "silent"],

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
 
 from laconic.wire import AllGather, Group, Ledger, Rounds, land
 
 
-class Uneven(RuntimeError):
+class UnevenError(RuntimeError):
     """Ranks made different numbers of steps."""
 
 
@@ -78,10 +78,11 @@ class RollCall:
     been in the air for suspiciously long.
     """
 
-    def __init__(self, store: Store, identity: str, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, identity: str, rank: int, world: int) -> None:
         self.step = 0  # the run's clock, set from outside
-        self._store = PrefixStore(f"laconic/{identity}", store)
+        self._store = dist.PrefixStore(f"laconic/{identity}", store)
         self._rank, self._world = rank, world
+        self._limit_seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs lack it
 
     def report(self, state: str) -> None:
         """Let the others know where this rank is."""
@@ -96,19 +97,19 @@ class RollCall:
         """A collective takes long: raise if a peer that it needs has gone."""
         if any(rank != self._rank for rank in self.seen()):
             self.report(f"is in step {self.step + 1}")
-            raise Uneven(self._sentence())
+            raise UnevenError(self._sentence())
 
     def leave(self, *, may_differ: bool) -> None:
         """Report, wait until all have left, and raise if one has failed or made another number of steps."""
         self.report(f"left after {self.step} steps")
         start, pause = time.monotonic(), 0.001
         while len(seen := self.seen()) < self._world and not _failed(seen):
-            if time.monotonic() - start > self._store.timeout.total_seconds():
-                raise Uneven(f"{self._sentence()}; waited {self._store.timeout} for the others")
+            if time.monotonic() - start > self._limit_seconds:
+                raise UnevenError(f"{self._sentence()}; waited {self._limit_seconds:.0f} s for the others")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
         if _failed(seen) or (len({step for step, _ in seen.values()}) > 1 and not may_differ):
-            raise Uneven(self._sentence())
+            raise UnevenError(self._sentence())
 
     def _sentence(self) -> str:
         seen = self.seen()

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, flatten, local, pack
+from laconic.bucket import Bucket, flatten, local, pack, unflatten
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
 from laconic.reducers.exact import Exact
@@ -35,8 +35,8 @@ class ParameterAverager:
             flat, views = flatten(targets)
             bucket = Bucket(flat, views, names, [{} for _ in run], group.rank, group.world)
             mean = land(_reducer(flat.dtype).reduce(bucket), group, self._ledger).mean
-            for target, piece in zip(targets, mean.split([target.numel() for target in targets]), strict=True):
-                target.copy_(piece.view(target.shape))
+            for target, piece in zip(targets, unflatten(mean, targets), strict=True):
+                target.copy_(piece)
 
 
 def _reducer(dtype: torch.dtype) -> Reducer:

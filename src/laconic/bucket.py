@@ -43,7 +43,7 @@ def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views into `flat`, shaped as `like` one after the other."""
-    pieces = flat[: sum(tensor.numel() for tensor in like)].split([tensor.numel() for tensor in like])
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
 
 

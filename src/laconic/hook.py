@@ -2,12 +2,14 @@
 
 # DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.
 
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.bucket import Bucket, Slot
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
-from laconic.wire import Flight, Group, Ledger, Reduced, TorchGroup
+from laconic.wire import PATIENCE_SECONDS, Flight, Group, Ledger, Reduced, TorchGroup
 
 # A bucket's next round leaves when the bucket DEPTH later arrives. See docs/ordering.md for the measurement.
 DEPTH = 1
@@ -88,8 +90,7 @@ class GradientHook:
         try:
             bucket = self._bucket(gradients)
             flight = Flight(self.reducer.reduce(bucket), self._group, self._ledger)
-            devices = None if bucket.flat.device.type == "cpu" else [bucket.flat.device]
-            future: Future[Tensor] = Future(devices=devices)
+            future = _future(bucket.flat.device)
             self._air.append(_Airborne(flight, future, self._expected[index]))
             if gradients.is_last():
                 self._finish()
@@ -97,20 +98,24 @@ class GradientHook:
                 self._advance(index)
         except Exception as error:
             error.add_note(f"laconic: averaging gradients by {self.reducer}, step {self.step + 1}, bucket {index}")
-            self.settle()
+            self._abandon(0)  # a collective failed: there is no point in waiting for others of the same group
             raise
         return future
 
     def settle(self) -> None:
         """Forget the exchanges of a backward that never came to its end."""
-        air, self._air = self._air, []
-        landed = [airborne.flight.abandon() for airborne in air]
-        if not all(landed):
+        if not self._abandon(PATIENCE_SECONDS):
             warnings.warn(
                 "a backward failed while collectives were in the air, and a peer never launched its part of them; "
                 "destroy the process group before you communicate again",
                 stacklevel=2,
             )
+
+    def _abandon(self, seconds: float) -> bool:
+        air, self._air = self._air, []
+        deadline = time.monotonic() + seconds
+        landed = [airborne.flight.abandon(max(deadline - time.monotonic(), 0)) for airborne in air]
+        return all(landed)
 
     def _advance(self, index: int) -> None:
         for earlier in self._air[: max(index - self._depth + 1, 0)][:: -self._depth]:
@@ -145,9 +150,12 @@ class GradientHook:
         elif gradients.is_last():
             del self._layouts[index + 1 :]
         layout, group = self._layouts[index], self._group
-        return Bucket(
-            flat, gradients.gradients(), layout.names, layout.slots, group.rank, group.world, self.step, self.rounds
-        )
+        return Bucket(flat, gradients.gradients(), layout.names, layout.slots, group.rank, group.world, self.step, self.rounds)
+
+
+def _future(device: torch.device) -> Future[Tensor]:
+    # A future of accelerator tensors must be told the device, so that whoever waits orders its stream behind the result.
+    return Future() if device.type == "cpu" else Future(devices=[device])
 
 
 class Dispatcher:
@@ -157,7 +165,7 @@ class Dispatcher:
     lead back to the DDP or to the run.
     """
 
-    _of: "weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher]" = weakref.WeakKeyDictionary()
+    _of: ClassVar["weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher]"] = weakref.WeakKeyDictionary()
 
     def __init__(self) -> None:
         self.target: GradientHook | None = None

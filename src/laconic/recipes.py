@@ -54,6 +54,7 @@ def render(value: object) -> str:
 
 
 def render_call(name: str, arguments: Mapping[str, object]) -> str:
+    """A call as it is written in a strategy's text."""
     return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
 
 

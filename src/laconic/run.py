@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.agreement import RollCall, Uneven, agree, gather_texts, pulse
+from laconic.agreement import RollCall, UnevenError, agree, gather_texts, pulse
 from laconic.averaging import ParameterAverager
 from laconic.bucket import Slot, local
 from laconic.clock import Clock
 from laconic.hook import Dispatcher, GradientHook
+from laconic.plan import Plan, attached, check, check_route
 from laconic.recipes import Strategy
 from laconic.spec import strategy as read
 from laconic.wire import Ledger, TorchGroup, land
 
 STATE_VERSION = 1
-_attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -41,29 +41,6 @@ class Stats:
 
 class _Stop(BaseException):
     """Another rank has run out of batches: leave the block, quietly. Not an Exception, so that no user's handler keeps it."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What `attach` was given, checked."""
-
-    model: nn.Module
-    ddp: DistributedDataParallel | None
-    parameters: dict[str, nn.Parameter]  # those that are trained
-    optimizers: list[Optimizer]
-    scaler: torch.amp.GradScaler | None
-    strategy: Strategy
-    uneven: str
-
-    def facts(self) -> list[str]:
-        return [
-            f"strategy {self.strategy}",
-            f"uneven={self.uneven!r}",
-            f"{len(self.optimizers)} optimizers",
-            "a GradScaler" if self.scaler else "no GradScaler",
-            "a DistributedDataParallel" if self.ddp else "a bare module",
-            *(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in self.parameters.items()),
-        ]
 
 
 def attach(
@@ -99,11 +76,12 @@ def attach(
         raise RuntimeError(
             "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group() first"
         )
-    is_ddp = isinstance(model, DistributedDataParallel)
-    process_group = model.process_group if is_ddp else dist.distributed_c10d._get_default_group()
+    process_group = dist.distributed_c10d._get_default_group()
+    if isinstance(model, DistributedDataParallel):
+        process_group = model.process_group
     group, device = TorchGroup(process_group), _control_device(process_group)
     try:
-        plan = _check(model, optimizer, strategy, scaler, uneven)
+        plan = check(model, optimizer, strategy, scaler, uneven)
     except (TypeError, ValueError) as problem:
         agree([], problem, group, device)
         raise
@@ -114,9 +92,11 @@ def attach(
 class Run:
     """A strategy attached to a model; made by `attach`."""
 
-    def __init__(self, plan: _Plan, process_group: dist.ProcessGroup, identity: str) -> None:
+    def __init__(self, plan: Plan, process_group: dist.ProcessGroup, identity: str) -> None:
         self.strategy = plan.strategy
-        self._plan = plan
+        self._module, self._parameters, self._optimizers = plan.module, plan.parameters, plan.optimizers
+        self._uneven = plan.uneven
+        self._ddp = plan.ddp  # let go of by `detach`: a dead DDP must not linger beside a new one over the same module
         self._device = _control_device(process_group)
         self._memory: dict[str, Slot] = {name: {} for name in plan.parameters}
         self._ledger, self._aside, self._control = Ledger(), Ledger(), Ledger()
@@ -134,19 +114,19 @@ class Run:
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
         # From here on the optimizers keep the run alive, also where the caller drops it.
         self._clock = Clock(plan.optimizers, plan.scaler, self._after_step)
-        _attached.update(plan.optimizers)
+        attached.update(plan.optimizers)
         self._set_up_step()
 
     # The loop
 
     def _set_up_step(self) -> None:
         step = self._roll.step = self._clock.step
-        if self._hook is not None and self._plan.ddp is not None:
+        if self._hook is not None and self._ddp is not None:
             self._hook.step = step
             if self.strategy.route.at(step) is None:
-                self._dispatcher.mute(self._plan.ddp)
+                self._dispatcher.mute(self._ddp)
             else:
-                self._dispatcher.unmute(self._plan.ddp)
+                self._dispatcher.unmute(self._ddp)
 
     def _after_step(self) -> None:
         if self.strategy.route.at(self._clock.step - 1) is None and self._group.world > 1:
@@ -156,7 +136,7 @@ class Run:
     def _before_forward(self) -> None:
         step = self._clock.step
         first = self._pulsed < step and torch.is_grad_enabled()
-        if self._plan.uneven == "stop" and first and self.strategy.route.at(step) is not None:
+        if self._uneven == "stop" and first and self.strategy.route.at(step) is not None:
             self._pulsed = step
             if not all(land(pulse(True, self._device), self._group, self._control)):
                 raise _Stop
@@ -171,7 +151,7 @@ class Run:
             if error is not None and not isinstance(error, _Stop):
                 self._report_failure(error)
                 return False
-            stop = self._plan.uneven == "stop"
+            stop = self._uneven == "stop"
             if stop and error is None and self.strategy.route.talks:
                 land(pulse(False, self._device), self._group, self._control)
             self._roll.leave(may_differ=stop)
@@ -181,7 +161,7 @@ class Run:
             self.detach()
 
     def _report_failure(self, error: BaseException) -> None:
-        if isinstance(error, Uneven):
+        if isinstance(error, UnevenError):
             return  # `worry` has reported already
         try:
             self._roll.report(f"failed in step {self._clock.step + 1} with {type(error).__name__}: {error}")
@@ -239,7 +219,7 @@ class Run:
         self._require_live("swap")
         try:
             chosen = read(strategy)
-            _check_route(chosen, self._plan.ddp)
+            check_route(chosen, self._ddp)
         except (TypeError, ValueError) as problem:
             agree([], problem, self._group, self._device)
             raise
@@ -255,9 +235,10 @@ class Run:
             return
         self._live = False
         self._clock.stop()
-        _attached.difference_update(self._plan.optimizers)
-        if self._plan.ddp is not None:
-            self._dispatcher.release(self._plan.ddp)
+        attached.difference_update(self._optimizers)
+        if self._ddp is not None:
+            self._dispatcher.release(self._ddp)
+            self._ddp = None
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's communication state, as plain data that `torch.load` takes by default."""
@@ -287,7 +268,7 @@ class Run:
                 raise ValueError(f"the memory of {name!r} must be tensors")
         for name, kept in self._memory.items():
             kept.clear()
-            device = self._plan.parameters[name].device
+            device = self._parameters[name].device
             kept.update({key: value.detach().to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
         self._drifted = bool(state["drifted"])
         self._clock.step = int(state["step"])
@@ -298,16 +279,18 @@ class Run:
     # Parts of the above
 
     def _averaged(self) -> dict[str, Tensor]:
-        buffers = {name: buffer for name, buffer in _module(self._plan.model).named_buffers() if buffer.is_floating_point()}
-        return {**self._plan.parameters, **buffers}
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if buffer.is_floating_point()}
+        return {**self._parameters, **buffers}
 
     def _average(self, ledger: Ledger) -> None:
         ParameterAverager(self._averaged(), ledger).average(self._group)
 
     def _compare_clocks(self) -> None:
         steps = land(gather_texts(str(self._clock.step), self._device), self._group, self._control)
-        if len(set(steps)) > 1 and self._plan.uneven == "error":
-            raise Uneven("the ranks are not in step: " + ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps)))
+        if len(set(steps)) > 1 and self._uneven == "error":
+            raise UnevenError(
+                "the ranks are not in step: " + ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
+            )
 
     def _require_live(self, what: str) -> None:
         if not self._live:
@@ -317,53 +300,3 @@ class Run:
 def _control_device(process_group: dist.ProcessGroup) -> torch.device:
     devices = process_group._device_types
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
-
-
-def _module(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _check_route(strategy: Strategy, ddp: DistributedDataParallel | None) -> None:
-    if strategy.route.talks and ddp is None:
-        raise ValueError(
-            f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
-            "model = DistributedDataParallel(model)"
-        )
-
-
-def _check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object) -> _Plan:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    chosen = read(strategy)  # type: ignore[arg-type]  # it says itself what it wants
-    parameters = {name: p for name, p in _module(model).named_parameters() if p.requires_grad}
-    if not parameters:
-        raise ValueError(f"{type(_module(model)).__name__} has no parameters that are trained; there is nothing to average")
-    _check_route(chosen, ddp)
-    if uneven not in ("error", "stop"):
-        raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    if not optimizers:
-        raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
-    for one in optimizers:
-        _check_optimizer(one, parameters)
-    if ddp is not None:
-        refusal = Dispatcher.refusal(ddp)
-        if refusal:
-            raise ValueError(refusal)
-        sparse = [name for name, part in ddp.module.named_modules() if getattr(part, "sparse", False) is True]
-        if sparse and chosen.route.talks:
-            raise ValueError(f"{', '.join(sparse)} makes sparse gradients, and only dense ones can be averaged; set sparse=False")
-    return _Plan(model, ddp, parameters, optimizers, scaler, chosen, str(uneven))
-
-
-def _check_optimizer(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
-    if optimizer in _attached:
-        raise ValueError(f"this {type(optimizer).__name__} is attached to a run already; call its detach() first")
-    ours = {id(parameter) for parameter in parameters.values()}
-    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError(f"this {type(optimizer).__name__} steps none of the model's parameters; is it another model's?")

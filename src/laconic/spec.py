@@ -4,7 +4,7 @@ import ast
 import difflib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 from laconic.recipes import RECIPES, Strategy
 from laconic.reducers import discover
@@ -51,30 +51,30 @@ class _Reader:
                 return self.call(name, args, keywords)
             case ast.Name():
                 return self.call(node, [], [])
-            case _:
-                self.fail(node, "only names, calls and literals can stand here")
+        raise self.error(node, "only names, calls and literals can stand here")
 
     def call(self, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
         if name.id not in self.known:
-            self.fail(name, f"unknown name {name.id!r}{nearest(name.id, self.known)}")
+            raise self.error(name, f"unknown name {name.id!r}{nearest(name.id, self.known)}")
         target = self.known[name.id]
         parameters = inspect.signature(target).parameters
         named: dict[str, Any] = {}
         for keyword in keywords:
-            if keyword.arg not in parameters:
-                self.fail(keyword, f"{name.id} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
+            if keyword.arg is None or keyword.arg not in parameters:
+                raise self.error(keyword, f"{name.id} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
             if keyword.arg in named:
-                self.fail(keyword, f"{keyword.arg!r} is given twice")
+                raise self.error(keyword, f"{keyword.arg!r} is given twice")
             named[keyword.arg] = self.read(keyword.value)
         positional = [self.read(arg) for arg in args]
         try:
             return target(*positional, **named)
         except (TypeError, ValueError) as error:
-            self.fail(name, str(error).removeprefix("_named() "))
+            raise self.error(name, str(error).removeprefix("_named() ")) from None
 
-    def fail(self, node: ast.expr | ast.keyword, message: str) -> NoReturn:
+    def error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
+        """The message, and below it the text with the offending part marked."""
         width = max((node.end_col_offset or 0) - node.col_offset, 1)
-        raise ValueError(f"{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}") from None
+        return ValueError(f"{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -215,7 +215,7 @@ class _TorchHandle:
 
     def settle(self, seconds: float) -> bool:
         try:
-            self.work.wait(timedelta(seconds=seconds))
+            self.work.wait(timedelta(seconds=max(seconds, 0.001)))  # to torch, zero means for ever
         except RuntimeError:  # too slow, or failed; a failure is raised again by the next wait
             return self.work.is_completed()
         return True
@@ -252,7 +252,7 @@ class Flight(Generic[Answer]):
 
     @property
     def result(self) -> Answer:
-        assert self.over and self._result is not None, "the exchange has not landed yet"
+        assert self._result is not None, "the exchange has not landed yet"
         return self._result
 
     def land(self) -> None:
@@ -272,10 +272,10 @@ class Flight(Generic[Answer]):
             self._proceed(self._answer)
         return not self.over
 
-    def abandon(self) -> bool:
-        """Forget the exchange; False: its collective is still in the air, because a peer never launched its part."""
+    def abandon(self, seconds: float) -> bool:
+        """Forget the exchange; False: its collective is in the air even after so long, as a peer never launched its part."""
         self._rounds.close()
-        return self._handle is None or self._handle.settle(PATIENCE_SECONDS)
+        return self._handle is None or self._handle.settle(seconds)
 
     def _proceed(self, answer: Tensor | None) -> None:
         self._answer = None  # the generator may now free what it was sent

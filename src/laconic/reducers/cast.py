@@ -62,8 +62,10 @@ class Cast(Reducer):
             rest = 1 / scale
         else:
             rows = yield AllToAll(message.view(world, -1))
-            mine = rows.sum(0, dtype=torch.float32).mul_(1 / (world * scale)).to(dtype)
-            mean = (yield AllGather(mine)).view(-1)
+            total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
+            for row in rows[1:]:
+                total += row
+            mean = (yield AllGather(total.mul_(1 / (world * scale)).to(dtype))).view(-1)
             rest = 1.0
 
         out = flat if error is None else torch.empty_like(flat)

@@ -1,0 +1,91 @@
+"""What a run is made of: the arguments of `attach`, checked before anything is changed."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic.hook import Dispatcher
+from laconic.recipes import Strategy
+from laconic.spec import strategy as read
+
+attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
+"""Optimizers that a run counts the steps of."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `attach` was given, checked."""
+
+    module: nn.Module  # what the user wrote, without DDP around it
+    ddp: DistributedDataParallel | None
+    parameters: dict[str, nn.Parameter]  # those that are trained
+    optimizers: list[Optimizer]
+    scaler: torch.amp.GradScaler | None
+    strategy: Strategy
+    uneven: str
+
+    def facts(self) -> list[str]:
+        """What all ranks must have alike."""
+        return [
+            f"strategy {self.strategy}",
+            f"uneven={self.uneven!r}",
+            f"{len(self.optimizers)} optimizers",
+            "a GradScaler" if self.scaler else "no GradScaler",
+            "a DistributedDataParallel" if self.ddp else "a bare module",
+            *(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in self.parameters.items()),
+        ]
+
+
+def check_route(strategy: Strategy, ddp: DistributedDataParallel | None) -> None:
+    """Averaging gradients needs a DDP."""
+    if strategy.route.talks and ddp is None:
+        raise ValueError(
+            f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
+            "model = DistributedDataParallel(model)"
+        )
+
+
+def check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object) -> Plan:
+    """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    module: nn.Module = ddp.module if ddp else model
+    chosen = read(strategy)  # type: ignore[arg-type]  # it says itself what it wants
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError(f"{type(module).__name__} has no parameters that are trained; there is nothing to average")
+    check_route(chosen, ddp)
+    if uneven not in ("error", "stop"):
+        raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    optimizers = [_check_optimizer(one, parameters) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    if not optimizers:
+        raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
+    if ddp is not None:
+        refusal = Dispatcher.refusal(ddp)
+        if refusal:
+            raise ValueError(refusal)
+        sparse = [name for name, part in ddp.module.named_modules() if getattr(part, "sparse", False) is True]
+        if sparse and chosen.route.talks:
+            raise ValueError(
+                f"{', '.join(sparse)} makes sparse gradients, and only dense ones can be averaged; set sparse=False"
+            )
+    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven))
+
+
+def _check_optimizer(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
+    if optimizer in attached:
+        raise ValueError(f"this {type(optimizer).__name__} is attached to a run already; call its detach() first")
+    ours = {id(parameter) for parameter in parameters.values()}
+    if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(f"this {type(optimizer).__name__} steps none of the model's parameters; is it another model's?")
+    return optimizer

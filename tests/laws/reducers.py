@@ -1,0 +1,52 @@
+"""Every reducer there is, and buckets to try it on."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.bucket import Bucket, Slot, flatten
+from laconic.recipes import render
+from laconic.reducers import discover
+from laconic.reducers.base import Reducer
+from laconic.wire import Ledger, Reduced, simulate
+
+EVERY = [example for kind in discover().values() for example in kind.examples()]
+NAMES = [render(example) for example in EVERY]
+
+Shapes = Sequence[tuple[int, ...]]
+Memory = list[dict[str, Slot]]  # by rank, then by parameter
+
+
+def tensors(shapes: Shapes, seed: int, dtype: torch.dtype = torch.float32, size: float = 1.0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(shape, generator=generator) * size).to(dtype) for shape in shapes]
+
+
+def names(shapes: Shapes) -> list[str]:
+    return [f"p{index}" for index in range(len(shapes))]
+
+
+def bucket(inputs: Sequence[Tensor], memory: dict[str, Slot], rank: int, world: int, step: int, feedback: bool) -> Bucket:
+    flat, views = flatten([tensor.clone() for tensor in inputs])
+    labels = [f"p{index}" for index in range(len(inputs))]
+    slots = [memory.setdefault(label, {}) for label in labels]
+    return Bucket(flat, views, labels, slots, rank, world, step, step, feedback)
+
+
+def run(
+    reducer: Reducer, inputs: Sequence[Sequence[Tensor]], memory: Memory, step: int, *, feedback: bool = False
+) -> tuple[list[Reduced], Ledger]:
+    """One exchange over all ranks; `inputs` by rank, then by parameter."""
+    world, ledger = len(inputs), Ledger()
+    buckets = [bucket(inputs[rank], memory[rank], rank, world, step, feedback) for rank in range(world)]
+    return simulate([reducer.reduce(one) for one in buckets], ledger), ledger
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def is_frozen_dataclass(reducer: Reducer) -> bool:
+    return dataclasses.is_dataclass(reducer) and type(reducer).__dataclass_params__.frozen

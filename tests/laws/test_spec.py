@@ -1,0 +1,69 @@
+"""Text to strategy and back."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laconic
+from laconic.recipes import RECIPES
+
+
+def test_text_and_call_are_the_same_strategy() -> None:
+    made = laconic.ddp(reducer=laconic.Warmup(3, laconic.Cast("fp16", accumulate="wire")), warmup=5)
+    read = laconic.strategy("ddp(reducer=Warmup(3, Cast('fp16', accumulate='wire')), warmup=5)")
+    assert read == made
+    assert laconic.strategy(str(made)) == made
+    assert laconic.strategy(made) is made
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_works_without_arguments_and_gives_its_text_back(name: str) -> None:
+    assert str(laconic.strategy(name)) == str(laconic.strategy(f" {name}() ")) == f"{name}()"
+
+
+@given(st.integers(0, 10**6))
+def test_arguments_come_back(warmup: int) -> None:
+    text = str(laconic.bf16(warmup=warmup))
+    assert laconic.strategy(text) == laconic.bf16(warmup=warmup)
+    assert text == (f"bf16(warmup={warmup})" if warmup else "bf16()")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("bf61()", "did you mean 'bf16'?\n  bf61()\n  ^^^^"),
+        ("frobnicate", "unknown name 'frobnicate'; known are "),
+        ("bf16(warmpu=3)", "bf16 has no 'warmpu'; did you mean 'warmup'?\n  bf16(warmpu=3)\n       ^^^^^^^^"),
+        ("bf16(warmup=-3)", "warmup must be 0 or more steps, got -3\n  bf16(warmup=-3)\n  ^^^^"),
+        ("ddp(reducer=Cats())", "did you mean 'Cast'?\n  ddp(reducer=Cats())\n              ^^^^"),
+        ("ddp(reducer=Cast('int3'))", "one of fp16, bf16, got 'int3'"),
+        ("ddp(reducer=Warmup(-1, Exact()))", "start must be 0 or more steps, got -1"),
+        ("ddp(reducer=3)", "reducer must be a Reducer such as Cast('bf16'), got 3"),
+        ("bf16(3)", "positional argument"),
+        ("bf16(", "can't read the strategy"),
+        ("bf16(warmup=1+1)", "only names, calls and literals can stand here\n  bf16(warmup=1+1)\n              ^^^"),
+        ("__import__('os').getcwd()", "only names, calls and literals"),
+        ("(lambda: 0)()", "only names, calls and literals"),
+        ("bf16(**{'warmup': 1})", "bf16 has no"),
+        ("Cast('bf16')", "is no strategy; to average gradients by a reducer write ddp(reducer=Cast('bf16'))"),
+        ("", "can't read the strategy ''"),
+        ("3", "is no strategy"),
+    ],
+)
+def test_errors_say_what_came_and_point_at_it(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        laconic.strategy(text)
+
+
+def test_only_texts_and_strategies() -> None:
+    with pytest.raises(TypeError, match="a Strategy or a text such as 'bf16\\(\\)', got int"):
+        laconic.strategy(3)  # type: ignore[arg-type]
+
+
+def test_schedules_refuse_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="period must be at least 1, got 0"):
+        laconic.Every(0)
+    with pytest.raises(ValueError, match="start must be 0 or more steps, got -2"):
+        laconic.Every(1, start=-2)

@@ -1,0 +1,66 @@
+"""Counting and the drivers, without processes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.wire import AllGather, AllReduce, AllToAll, Collective, Ledger, Rounds, Traffic, predict, simulate, traffic
+
+
+@given(count=st.integers(1, 10_000), world=st.integers(1, 300))
+def test_wire_bytes_are_the_least_a_rank_must_send(count: int, world: int) -> None:
+    flat = torch.empty(count, device="meta")
+    rows = torch.empty(world, count, device="meta")
+    assert traffic(AllReduce(flat), world).wire_bytes == -(-2 * (world - 1) * 4 * count // world)
+    assert traffic(AllGather(flat), world) == Traffic(4 * count, (world - 1) * 4 * count, 1)
+    assert traffic(AllToAll(rows), world) == Traffic(4 * count * world, (world - 1) * 4 * count, 1)
+
+
+def once(collective: Callable[[torch.Tensor], Collective], tensor: torch.Tensor) -> Rounds[torch.Tensor]:
+    return (yield collective(tensor))
+
+
+def test_simulated_collectives_do_what_they_say() -> None:
+    values = [torch.arange(6.0).view(3, 2) + 10 * rank for rank in range(3)]
+    for answer in simulate([once(AllReduce, value.clone()) for value in values]):
+        assert torch.allclose(answer, values[1])
+    for answer in simulate([once(AllGather, value) for value in values]):
+        assert torch.equal(answer, torch.stack(values))
+    for rank, answer in enumerate(simulate([once(AllToAll, value) for value in values])):
+        assert torch.equal(answer, torch.stack([value[rank] for value in values]))
+
+
+def test_an_empty_tensor_is_not_worth_a_message() -> None:
+    ledger = Ledger()
+    simulate([once(AllGather, torch.empty(0)) for _ in range(2)], ledger)
+    assert ledger.total == Traffic() == predict(once(AllGather, torch.empty(0, device="meta")), 2)
+
+
+def test_ranks_that_yield_different_things_are_found_out() -> None:
+    with pytest.raises(AssertionError, match="disagree"):
+        simulate([once(AllReduce, torch.ones(2)), once(AllReduce, torch.ones(3))])
+    with pytest.raises(AssertionError, match="finished"):
+        simulate([once(AllReduce, torch.ones(2)), nothing()])
+
+
+def nothing() -> Rounds[torch.Tensor]:
+    return torch.ones(1)
+    yield AllReduce(torch.ones(1))
+
+
+def test_the_ledger_keeps_totals_for_ever_and_rows_for_a_while() -> None:
+    ledger = Ledger()
+    for _ in range(5000):
+        ledger.land(ledger.launch(AllGather(torch.empty(2)), 3), 0.001)
+    assert ledger.total == Traffic(5000 * 8, 5000 * 16, 5000)
+    assert ledger.wait_seconds == pytest.approx(5.0)
+    assert len(ledger.rows) == 4096
+    row = ledger.rows[-1]
+    assert (row.kind, row.payload_bytes, row.wire_bytes, row.world) == ("AllGather", 8, 16, 3)
+    assert row.landed is not None
+    assert row.landed >= row.launched
+    ledger.land(ledger.launch(AllGather(torch.empty(2)), 3), None)
+    assert ledger.wait_seconds is None, "an unknown wait is not a wait of nothing"

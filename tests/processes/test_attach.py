@@ -1,0 +1,199 @@
+"""What can't work is refused before anything is changed, on every rank, with a sentence; and nobody hangs."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from tests.models import build, chain, everywhere_equal, vectors, weights
+from tests.ranks import ranks
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def hooked() -> DistributedDataParallel:
+    model = build(chain)
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def taken() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    model = build(chain)
+    optimizer = sgd(model)
+    laconic.attach(model, optimizer, "ddp()")
+    return model, optimizer
+
+
+def bare_parameterless() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return nn.ReLU(), sgd(nn.Linear(1, 1))
+
+
+def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    return model, sgd(model)
+
+
+CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]] = [
+    (bare_parameterless, "silent()", {}, ValueError, "ReLU has no parameters that are trained"),
+    (lambda: pair(chain), "bf16()", {}, ValueError, "averages gradients, which needs a DistributedDataParallel"),
+    (lambda: pair(lambda: build(chain)), "bf61()", {}, ValueError, "did you mean 'bf16'?"),
+    (lambda: pair(lambda: build(chain)), "bf16(warmup=-1)", {}, ValueError, "warmup must be 0 or more steps, got -1"),
+    (lambda: pair(lambda: build(chain)), "ddp()", {"uneven": "maybe"}, ValueError, "'error' or 'stop', got 'maybe'"),
+    (lambda: pair(lambda: build(chain)), "ddp()", {"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler, got int"),
+    (lambda: (build(chain), []), "ddp()", {}, ValueError, "optimizer is an empty list"),
+    (lambda: (build(chain), "adam"), "ddp()", {}, TypeError, "must be a torch.optim.Optimizer or a list of them, got str"),
+    (lambda: (build(chain), sgd(chain())), "ddp()", {}, ValueError, "steps none of the model's parameters"),
+    (lambda: ("model", sgd(chain())), "ddp()", {}, TypeError, "model must be a torch.nn.Module, got str"),
+    (lambda: pair(hooked), "ddp()", {}, ValueError, "the communication hook allreduce_hook already"),
+    (taken, "ddp()", {}, ValueError, "attached to a run already"),
+    (lambda: pair(lambda: build(lambda: nn.Embedding(5, 3, sparse=True))), "bf16()", {}, ValueError, "sparse gradients"),
+]
+
+
+def refused(rank: int, case: int) -> None:
+    make, text, options, kind, wanted = CASES[case]
+    model, optimizer = make()
+    before = dict(vars(model)) if isinstance(model, nn.Module) else {}
+    with pytest.raises(kind) as caught:
+        laconic.attach(model, optimizer, text, **options)
+    assert wanted in str(caught.value)
+    assert not isinstance(model, nn.Module) or dict(vars(model)) == before, "nothing may have been changed"
+    # and the process group is still in order
+    good = build(chain)
+    with laconic.attach(good, its := sgd(good), "ddp()"):
+        good(vectors(rank, 0)).sum().backward()
+        its.step()
+    assert everywhere_equal(weights(good))
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[case[4][:40] for case in CASES])
+def test_bad_input_is_refused_on_every_rank(case: int) -> None:
+    ranks(2, refused, case)
+
+
+def different(rank: int, what: str) -> str:
+    texts = {"strategy": ["ddp()", "ddp()", "bf16()"], "typo": ["ddp()", "ddp()", "dpd()"]}
+    text = texts.get(what, ["silent()"] * 3)[rank]
+    torch.manual_seed(0)
+    width = 17 if what == "shape" and rank == 1 else 16
+    model: nn.Module = nn.Sequential(nn.Linear(16, width), nn.Linear(width, 3))
+    if what == "dtype" and rank == 2:
+        model = model.to(torch.bfloat16)
+    if what == "frozen" and rank == 2:
+        model[1].bias.requires_grad_(False)  # type: ignore[index]
+    if text != "silent()":
+        model = DistributedDataParallel(model)
+    start = time.monotonic()
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  (the caller looks at what it says)
+        laconic.attach(model, sgd(model), text)
+    assert time.monotonic() - start < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("strategy", "rank 2 has strategy bf16(), rank 0 has strategy ddp()"),
+        (
+            "shape",
+            "rank 1 has parameter 0.weight of shape (17, 16), torch.float32, rank 0 has parameter 0.weight of shape (16, 16)",
+        ),
+        ("dtype", "rank 2 has parameter 0.weight of shape (16, 16), torch.bfloat16, rank 0 has"),
+        ("frozen", "rank 2 has nothing, rank 0 has parameter 1.bias of shape (3,)"),
+    ],
+)
+def test_ranks_that_were_given_different_things_all_say_which(what: str, wanted: str) -> None:
+    messages = ranks(3, different, what)
+    assert len(set(messages)) == 1
+    assert wanted in messages[0]
+
+
+def test_one_ranks_typo_is_an_error_on_all() -> None:
+    first, second, culprit = ranks(3, different, "typo")
+    assert "did you mean 'ddp'?" in culprit
+    assert first == second
+    assert "rank 2: ValueError: unknown name 'dpd'" in first
+
+
+def test_without_a_process_group() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        laconic.attach(model, sgd(model), "silent()")
+
+
+def uneven(rank: int, steps: list[int], options: dict[str, Any], norm: bool) -> tuple[int, str]:
+    make = functools.partial(with_norm, 16) if norm else chain
+    model = build(make)
+    optimizer = sgd(model)
+    message, start = "", time.monotonic()
+    try:
+        with laconic.attach(model, optimizer, options.pop("strategy", "ddp()"), **options) as run:
+            for step in range(steps[rank]):
+                model(vectors(rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except laconic.UnevenError as error:
+        message = str(error)
+    assert time.monotonic() - start < 30
+    if not message:
+        assert everywhere_equal(list(model.parameters()))
+        dist.barrier()  # nothing is left in the air
+    return run.stats().steps, message
+
+
+def with_norm(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+
+def test_loaders_of_unequal_length_are_an_error_on_all() -> None:
+    for _, message in ranks(3, uneven, [5, 3, 5], {}, False):
+        assert "rank 1 left after 3 steps" in message
+        assert "is in step 4" in message
+        assert "uneven='stop'" in message
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "BatchNorm"])
+def test_with_uneven_stop_all_stop_together(norm: bool) -> None:
+    assert ranks(3, uneven, [5, 3, 5], {"uneven": "stop"}, norm) == [(3, "")] * 3
+    assert ranks(3, uneven, [4, 4, 4], {"uneven": "stop"}, norm) == [(4, "")] * 3
+
+
+def test_silent_ranks_of_unequal_length() -> None:
+    for _, message in ranks(2, uneven, [2, 4], {"strategy": "silent()"}, False):
+        assert "rank 0 left after 2 steps, rank 1 left after 4 steps" in message
+    assert ranks(2, uneven, [2, 4], {"strategy": "silent()", "uneven": "stop"}, False) == [(2, ""), (4, "")]
+
+
+def failing(rank: int) -> str:
+    model = build(chain)
+    optimizer = sgd(model)
+    start = time.monotonic()
+    message = ""
+    try:
+        with laconic.attach(model, optimizer, "ddp()"):
+            for step in range(5):
+                if rank == 1 and step == 3:
+                    raise ZeroDivisionError("no more")
+                model(vectors(rank, step)).square().mean().backward()
+                optimizer.step()
+    except (ZeroDivisionError, laconic.UnevenError) as error:
+        message = str(error)
+    assert time.monotonic() - start < 30
+    return message
+
+
+def test_an_exception_on_one_rank_reaches_the_others_in_seconds() -> None:
+    first, second, third = ranks(3, failing)
+    assert second == "no more"
+    for message in (first, third):
+        assert "rank 1 failed in step 4 with ZeroDivisionError: no more" in message

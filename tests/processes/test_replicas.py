@@ -1,0 +1,97 @@
+"""Many buckets, ranks of different speed: replicas stay equal and nothing hangs."""
+
+import random
+import time
+
+import pytest
+import torch
+
+import laconic
+from laconic.forecast import predict
+from laconic.reducers.base import Reducer
+from laconic.wire import Ledger, Traffic
+from tests.laws.reducers import EVERY, NAMES, bits, run, tensors
+from tests.models import build, chain, everywhere_equal, vectors, weights
+from tests.ranks import ranks, ranks_within
+
+every = pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+
+
+def sleepy(rank: int, reducer: Reducer, steps: int, seed: int) -> int:
+    """Sleeps sit between the buckets too: in the backward of random layers."""
+    dice = random.Random(1000 * seed + rank)
+    model = build(lambda: chain(depth=6))
+    for part in model.modules():
+        if isinstance(part, torch.nn.Tanh):
+            part.register_full_backward_hook(lambda *_: time.sleep(0.002) if dice.random() < 0.08 else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, laconic.ddp(reducer=reducer)) as run:
+        for step in range(steps):
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert everywhere_equal(weights(model)), f"replicas differ after step {step}"
+    return len(run.layout())
+
+
+@every
+def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
+    assert min(ranks(4, sleepy, reducer, 300, 0)) >= 6
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+@every
+def test_replicas_are_equal_again_and_again(reducer: Reducer, seed: int) -> None:
+    for world in (2, 3, 4, 5):
+        assert min(ranks_within(600, world, sleepy, reducer, 300, seed)) >= 6
+
+
+def count(rank: int, reducer: Reducer) -> tuple[Traffic, Traffic, Traffic]:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen: list[Traffic] = []
+    with laconic.attach(model, optimizer, laconic.ddp(reducer=reducer)) as run:
+        for step in range(6):
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stats = run.stats()
+            seen.append(Traffic(stats.payload_bytes, stats.wire_bytes, stats.collectives))
+        expected = predict(run.strategy, model, world_size=torch.distributed.get_world_size(), buckets=run.layout())
+        early = predict(run.strategy, model, world_size=torch.distributed.get_world_size(), buckets=run.layout(), step=1)
+    assert seen[1] - seen[0] == early, "the step before the warm-up ends"
+    return seen[5] - seen[4], seen[4] - seen[3], expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@every
+def test_predicted_bytes_are_counted_bytes(world: int, reducer: Reducer) -> None:
+    for last, before, expected in ranks(world, count, reducer):
+        assert last == before == expected
+
+
+def real(rank: int, reducer: Reducer) -> list[torch.Tensor]:
+    """The exchange of tests.laws.reducers.run, through real processes."""
+    from laconic.wire import TorchGroup, land
+    from tests.laws.reducers import bucket
+
+    group, memory = TorchGroup(torch.distributed.group.WORLD), {}  # type: ignore[arg-type, var-annotated]
+    means = []
+    for step in range(5):
+        one = bucket(tensors(SHAPES, 10 * step + rank), memory, rank, group.world, step, False)
+        means.append(land(reducer.reduce(one), group, Ledger()).mean)
+    return means
+
+
+SHAPES = [(), (0,), (33, 7), (5,), (4, 3, 2, 2), (1001,)]
+
+
+@every
+def test_simulation_is_bit_equal_to_two_processes(reducer: Reducer) -> None:
+    by_rank = ranks(2, real, reducer)
+    memory: list[dict[str, dict[str, torch.Tensor]]] = [{}, {}]
+    for step in range(5):
+        simulated, _ = run(reducer, [tensors(SHAPES, 10 * step + rank) for rank in range(2)], memory, step)
+        for rank in range(2):
+            assert torch.equal(bits(simulated[rank].mean), bits(by_rank[rank][step]))

@@ -1,0 +1,368 @@
+"""The live object: swap, detach, silent, consensus, state, copies, clocks."""
+
+import copy
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import laconic
+from tests.models import Odd, build, chain, everywhere_equal, images, same_bits, vectors, weights
+from tests.ranks import ranks
+
+
+def some_steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        model(vectors(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def plain(rank: int, steps: int) -> list[Tensor]:
+    model = build(chain)
+    some_steps(model, sgd(model), rank, range(steps))
+    return weights(model)
+
+
+def swap(rank: int) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, "ddp()") as run:
+        some_steps(model, optimizer, rank, range(5))
+        before = run.stats()
+        run.swap("bf16()")
+        assert str(run.strategy) == "bf16()"
+        some_steps(model, optimizer, rank, range(5, 10))
+        after = run.stats()
+        assert after.collectives - before.collectives == 2 * 5 * len(run.layout())
+        assert everywhere_equal(weights(model))
+        with pytest.raises(ValueError, match="did you mean 'bf16'"):
+            run.swap("bf61()")
+        run.swap("silent")
+        some_steps(model, optimizer, rank, range(10, 15))
+        assert run.stats().wire_bytes == after.wire_bytes
+        assert not everywhere_equal(weights(model))
+        run.swap("ddp")
+        some_steps(model, optimizer, rank, range(15, 17))
+    assert everywhere_equal(weights(model)), "leaving the block makes replicas equal"
+    assert run.stats().steps == 17
+
+
+def test_swap_in_the_middle_of_a_run() -> None:
+    ranks(3, swap)
+
+
+def detach(rank: int) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    run = laconic.attach(model, optimizer, "ddp()")
+    some_steps(model, optimizer, rank, range(4))
+    run.detach()
+    run.detach()
+    some_steps(model, optimizer, rank, range(4, 8))
+    assert run.stats().steps == 4
+    assert same_bits(weights(model), plain(rank, 8)), "a detached DDP is a plain one"
+    again = laconic.attach(model, optimizer, "fp16()")
+    some_steps(model, optimizer, rank, range(3))
+    assert again.stats().steps == 3
+    with pytest.raises(RuntimeError, match="sync\\(\\) needs a run that is attached"):
+        run.sync()
+    again.detach()
+
+
+def test_detach_gives_plain_ddp_back_and_attach_works_again() -> None:
+    ranks(3, detach)
+
+
+def dropped(rank: int) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    laconic.attach(model, optimizer, "silent()")
+    some_steps(model, optimizer, rank, range(3))
+    assert not everywhere_equal(weights(model))
+
+
+def test_a_run_that_nobody_keeps_lives_on() -> None:
+    ranks(2, dropped)
+
+
+def silent(rank: int, ddp: bool) -> None:
+    torch.manual_seed(0)
+    module: nn.Module = Odd()
+    model = DistributedDataParallel(module, find_unused_parameters=True) if ddp else module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    alone = copy.deepcopy(module)
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    pointers = [p.data_ptr() for p in model.parameters()]
+    with laconic.attach(model, optimizer, "silent()") as run:
+        for step in range(3):
+            for one, its in ((model, optimizer), (alone, alone_optimizer)):
+                one(images(rank, step)).square().mean().backward()
+                its.step()
+                its.zero_grad()
+        assert same_bits(weights(module), weights(alone)), "a silent rank is a process alone, buffers included"
+        assert run.stats().collectives == 0
+        mine = weights(module)
+        with run.consensus():
+            floats = [t for t in weights(module) if t.is_floating_point()]
+            assert everywhere_equal(floats)
+            means = floats
+        assert same_bits(weights(module), mine), "and back, bit for bit"
+        assert run.stats().wire_bytes == 0
+        assert run.stats().aside_bytes > 0
+    assert same_bits([t for t in weights(module) if t.is_floating_point()], means)
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr, operator]
+    if isinstance(model, DistributedDataParallel):
+        assert model.require_backward_grad_sync
+        assert model.forward_sync_buffers
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["DDP", "bare"])
+def test_silent_ranks_are_alone_and_end_equal(ddp: bool) -> None:
+    ranks(3, silent, ddp)
+
+
+def replicas_of_16_bits(rank: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = chain().to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    before = weights(module)
+    with laconic.attach(module, optimizer, "silent()") as run:
+        for _ in range(10):
+            optimizer.step()
+            run.sync()
+    assert same_bits(weights(module), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_averaging_identical_16_bit_replicas_changes_no_bit(dtype: torch.dtype) -> None:
+    ranks(3, replicas_of_16_bits, dtype)
+
+
+def resume(rank: int) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    run = laconic.attach(model, optimizer, "bf16(warmup=3)")
+    some_steps(model, optimizer, rank, range(4))
+    buffer = io.BytesIO()
+    torch.save({"run": run.state_dict(), "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    run.detach()
+    other = build(chain)
+    other_optimizer = sgd(other)
+    new = laconic.attach(other, other_optimizer, "bf16(warmup=3)")
+    for bad, wanted in [
+        ({}, "version"),
+        ({**saved["run"], "version": 99}, "got 99"),
+        ({**saved["run"], "strategy": "ddp()"}, "the state is of the strategy ddp\\(\\), attached is bf16\\(warmup=3\\)"),
+        ({**saved["run"], "memory": {"nobody": {}}}, "'nobody'"),
+        ({**saved["run"], "memory": {"0.weight": {"error": 3}}}, "must be tensors"),
+    ]:
+        with pytest.raises(ValueError, match=wanted):
+            new.load_state_dict(bad)
+    assert new.stats().steps == 0
+    new.load_state_dict(saved["run"])
+    assert new.stats().steps == 4
+    other.module.load_state_dict(saved["model"])
+    other_optimizer.load_state_dict(saved["optimizer"])
+    some_steps(other, other_optimizer, rank, range(4, 8))
+    buffer.seek(0)
+    saved = torch.load(buffer)  # once more: an optimizer adopts the tensors it loads
+    model.module.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    again = laconic.attach(model, optimizer, "bf16(warmup=3)")
+    again.load_state_dict(saved["run"])
+    some_steps(model, optimizer, rank, range(4, 8))
+    assert same_bits(weights(model), weights(other))
+    assert new.state_dict()["step"] == 8
+
+
+def test_state_comes_back_and_misfits_are_refused() -> None:
+    ranks(2, resume)
+
+
+def copies(rank: int, strategy: str) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, strategy):
+        some_steps(model, optimizer, rank, range(3))
+        with pytest.warns(UserWarning, match="a plain one, attached to no laconic run"):
+            ema = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match="a plain one, attached to no laconic run"):
+            revived = pickle.loads(pickle.dumps(model))
+        assert same_bits(weights(ema), weights(model))
+        for part in (ema, revived):
+            with torch.no_grad():
+                part(vectors(rank, 0))
+            some_steps(part, sgd(part), 0, range(2))
+            assert part.require_backward_grad_sync
+            dist.barrier()
+        some_steps(model, optimizer, rank, range(3, 5))
+    fresh = laconic.attach(ema, sgd(ema), "bf16()")
+    some_steps(ema, torch.optim.SGD(ema.parameters(), lr=0.1), rank, range(2))
+    assert fresh.stats().rounds == 2
+    fresh.detach()
+
+
+@pytest.mark.parametrize("strategy", ["bf16()", "silent()"])
+def test_a_copied_ddp_is_a_plain_one(strategy: str) -> None:
+    ranks(2, copies, strategy)
+
+
+class Faulty(torch.autograd.Function):
+    """Fails in backward when told to."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if Faulty.broken:
+            raise ArithmeticError("in the middle of backward")
+        return gradients[0]
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = chain(6), nn.Sequential(*[nn.Linear(3, 3) for _ in range(60)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(Faulty.apply(self.first(x)))  # type: ignore[no-untyped-call]
+        return out
+
+
+def failing(rank: int, text: str) -> None:
+    def fit(fault_at: int | None) -> list[Tensor]:
+        model = build(Fragile)
+        optimizer = sgd(model)
+        run = laconic.attach(model, optimizer, text)
+        for step in range(8):
+            if step == fault_at:
+                saved = run.state_dict()
+                Faulty.broken = True
+                with pytest.raises(ArithmeticError):
+                    model(vectors(rank, step)).square().mean().backward()
+                Faulty.broken = False
+                assert run.state_dict() == saved, "clock and memory are those of the last completed step"
+                with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+                    model(vectors(rank, step))
+                layout = run.layout()
+                run.detach()
+                optimizer.zero_grad()
+                model = DistributedDataParallel(model.module, bucket_cap_mb=0.001)
+                run = laconic.attach(model, optimizer, text)
+                run.load_state_dict(saved)
+                assert len(layout) >= 6
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert run.stats().steps == 8
+        run.detach()
+        return weights(model)
+
+    assert same_bits(fit(None), fit(4))
+
+
+@pytest.mark.parametrize("text", ["ddp()", "bf16(warmup=2)"])
+def test_an_exception_in_the_middle_of_backward_leaves_no_trace(text: str) -> None:
+    ranks(2, failing, text)
+
+
+class Once(nn.Module):
+    """One parameter whose gradient overflows when the input says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def scaled(rank: int, strategy: str) -> None:
+    model = DistributedDataParallel(Once())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with laconic.attach(model, optimizer, strategy, scaler=scaler) as run:
+        for step in range(6):
+            overflow = rank == 0 and step == 2
+            scaler.scale(model(torch.full((4,), float("inf") if overflow else 1.0))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert run.stats().steps == 6, "a skipped step counts"
+        local = 6 - (strategy != "silent()" or rank == 0)
+        assert torch.allclose(model.module.weight, torch.full((4,), 1 - 0.1 * local))
+    assert "step" not in vars(scaler)
+
+
+@pytest.mark.parametrize("strategy", ["ddp()", "fp16()", "silent()"])
+def test_a_scaler_that_skips_keeps_the_clocks_together(strategy: str) -> None:
+    ranks(2, scaled, strategy)
+
+
+def several(rank: int) -> None:
+    model = build(chain)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.Adam(parameters[4:], lr=0.01)]
+    with laconic.attach(model, optimizers, "bf16()") as run:
+        for step in range(4):
+            model(vectors(rank, step)).square().mean().backward()
+            optimizers[0].step()
+            assert run.stats().steps == step
+            optimizers[1].step()
+            assert run.stats().steps == step + 1
+            model.zero_grad()
+
+
+def test_a_step_is_done_when_every_optimizer_has_made_one() -> None:
+    ranks(2, several)
+
+
+def alone(rank: int) -> None:
+    for text in ("ddp()", "bf16()", "silent()"):
+        model = build(chain)
+        optimizer = sgd(model)
+        with laconic.attach(model, optimizer, text) as run:
+            some_steps(model, optimizer, rank, range(3))
+            with run.consensus():
+                pass
+        assert run.stats().wire_bytes == 0
+        assert run.stats().steps == 3
+        if text != "bf16()":
+            assert same_bits(weights(model), plain(rank, 3))
+
+
+def test_a_world_of_one_simply_works() -> None:
+    ranks(1, alone)
+
+
+def quiet(rank: int) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = build(chain)
+        optimizer = sgd(model)
+        with laconic.attach(model, optimizer, "bf16()"):
+            some_steps(model, optimizer, rank, range(3))
+    assert [str(one.message) for one in seen] == []
+
+
+def test_nothing_is_said_where_nothing_is_wrong() -> None:
+    ranks(2, quiet)

@@ -1,0 +1,24 @@
+"""Importing the package is free, and its names are what they say."""
+
+import subprocess
+import sys
+
+import laconic
+
+
+def test_importing_laconic_does_not_import_torch() -> None:
+    code = "import sys, laconic; assert 'torch' not in sys.modules; laconic.Exact; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in laconic.__all__:
+        assert getattr(laconic, name) is not None
+    assert set(dir(laconic)) == set(laconic.__all__)
+    assert not hasattr(laconic, "no_such_name")
+
+
+def test_a_submodule_never_hides_a_public_name() -> None:
+    code = "import laconic.run, laconic.forecast, laconic.plan, laconic.spec, laconic.wire; import laconic; "
+    code += "assert all(type(getattr(laconic, n)).__name__ != 'module' for n in laconic.__all__)"
+    subprocess.run([sys.executable, "-c", code], check=True)
