@@ -1,0 +1,73 @@
+"""What benchmarks share: live ranks, interleaved timing, a private slow link, and a table with the machine below it."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).with_name("results")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one alternative over the repeats."""
+
+    best: float
+    median: float
+
+
+def interleave(alternatives: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, Timing]:
+    """Time each alternative once a round, in turn, so that a slow moment of the machine hits them all."""
+    seconds: dict[str, list[float]] = {name: [] for name in alternatives}
+    for _ in range(repeats):
+        for name, run in alternatives.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(min(all_), sorted(all_)[len(all_) // 2]) for name, all_ in seconds.items()}
+
+
+def machine() -> dict[str, object]:
+    """Where the numbers come from."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def report(name: str, title: str, rows: Sequence[Mapping[str, object]], legend: str) -> None:
+    """Print a table and its legend, and keep both as JSON beside the benchmarks."""
+    columns = list(rows[0])
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    widths = [max(len(text) for text in texts) for texts in zip(columns, *cells, strict=True)]
+    print(f"\n{title}\n")
+    for texts in (columns, ["-" * width for width in widths], *cells):
+        print("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
+    where = machine()
+    print(f"\n{legend}\nMachine: {where['cores']} cores, {where['cpu']}; torch {where['torch']}, gloo. Not run on a GPU.")
+    RESULTS.mkdir(exist_ok=True)
+    record = {"title": title, "legend": legend, "machine": where, "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def on_private_link(module: str, rate_mbit: int | None) -> None:
+    """Run `python -m module` in a network namespace of its own whose loopback carries `rate_mbit` at most."""
+    command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-m", module, "--inside", str(rate_mbit or 0)]
+    subprocess.run(command, check=True)
+
+
+def limit_loopback(rate_mbit: int) -> None:
+    """Inside the namespace: bring loopback up and, above zero, put a token bucket on it."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as netlink:
+        lo = netlink.link_lookup(ifname="lo")[0]
+        netlink.link("set", index=lo, state="up")
+        if rate_mbit:
+            netlink.tc("add", "tbf", lo, 0x10000, rate=f"{rate_mbit}mbit", burst=256 * 1024, latency="200ms")

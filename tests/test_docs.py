@@ -1,0 +1,51 @@
+"""What the documents show can be run, and does what they say."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def scripts(page: str) -> list[str]:
+    """The Python blocks of a page that are whole scripts."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    return [block for block in blocks if "init_process_group" in block]
+
+
+def test_the_script_in_docs_attach(tmp_path: Path) -> None:
+    (script,) = scripts("docs/attach.md")
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Stats(steps=20, rounds=20" in done.stdout
+    assert "['module" not in done.stdout, "names are the module's own"
+
+
+def test_the_demo_counts_what_it_predicted() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if re.match(r"(ddp|bf16)\(\)", line)}
+    assert set(rows) == {"ddp()", "bf16()"}
+    assert all(counted == predicted for counted, predicted, *_ in rows.values())
+    assert rows["bf16()"][2] == "0.50x"
+    losses = [float(row[3]) for row in rows.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+    shown = (ROOT / "README.md").read_text()
+    assert all(row[0] in shown for row in rows.values()), "the README shows the demo's numbers"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *[str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")]]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        assert target.startswith("http") or (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
