@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 RESULTS = Path(__file__).with_name("results")
 
@@ -23,15 +25,49 @@ class Timing:
     median: float
 
 
-def interleave(alternatives: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, Timing]:
-    """Time each alternative once a round, in turn, so that a slow moment of the machine hits them all."""
+def interleave(alternatives: Mapping[str, Callable[[], None]], repeats: int, steps: int) -> dict[str, Timing]:
+    """Seconds a step of each alternative, each run once a round in turn: a slow moment of the machine hits them all."""
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(repeats):
         for name, run in alternatives.items():
             start = time.perf_counter()
             run()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append((time.perf_counter() - start) / steps)
     return {name: Timing(min(all_), sorted(all_)[len(all_) // 2]) for name, all_ in seconds.items()}
+
+
+def stack(layers: int, width: int) -> DistributedDataParallel:
+    """Square layers, one 2 MB bucket or so each."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())])
+    return DistributedDataParallel(module, bucket_cap_mb=2)
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor, steps: int) -> Callable[[], None]:
+    """A function that makes so many training steps; it has made some already."""
+
+    def run() -> None:
+        for _ in range(steps):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run()
+    return run
+
+
+def relative(timings: Mapping[str, Timing], label: str, base: str) -> list[dict[str, object]]:
+    """Rows of a table: milliseconds, and shares of `base`."""
+    return [
+        {
+            label: name,
+            "best ms": f"{timing.best * 1e3:.1f}",
+            "median ms": f"{timing.median * 1e3:.1f}",
+            "best, relative": f"{timing.best / timings[base].best:.3f}",
+            "median, relative": f"{timing.median / timings[base].median:.3f}",
+        }
+        for name, timing in timings.items()
+    ]
 
 
 def machine() -> dict[str, object]:

@@ -20,7 +20,7 @@ from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
 from laconic.wire import PATIENCE_SECONDS, Flight, Group, Ledger, Reduced, TorchGroup
 
-# A bucket's next round leaves when the bucket DEPTH later arrives. See docs/ordering.md for the measurement.
+# A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
 DEPTH = 1
 
 
