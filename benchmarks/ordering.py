@@ -10,7 +10,7 @@ import torch
 
 import laconic
 from benchmarks.harness import Timing, interleave, limit_loopback, on_private_link, relative, report, stack, stepper
-from laconic.hook import Dispatcher
+from laconic.dispatch import Dispatcher
 from tests.ranks import ranks_within
 
 DEPTHS = {"1 later": 1, "2 later": 2, "4 later": 4, "at the end": 10_000}

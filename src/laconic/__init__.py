@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from laconic.agreement import UnevenError as UnevenError
     from laconic.bucket import Bucket as Bucket
     from laconic.bucket import Slot as Slot
+    from laconic.dryrun import simulate as simulate
     from laconic.forecast import predict as predict
     from laconic.recipes import Strategy as Strategy
     from laconic.recipes import bf16 as bf16
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from laconic.wire import Exchange as Exchange
     from laconic.wire import Reduced as Reduced
     from laconic.wire import Traffic as Traffic
-    from laconic.wire import simulate as simulate
 
 __version__ = "0.1.0"
 
 _HOME = {
     "agreement": ["UnevenError"],
     "bucket": ["Bucket", "Slot"],
+    "dryrun": ["simulate"],
     "forecast": ["predict"],
     "recipes": ["Strategy", "bf16", "ddp", "fp16", "silent"],
     "reducers.base": ["Reducer"],
@@ -50,7 +51,7 @@ _HOME = {
     "run": ["Run", "Stats", "attach"],
     "schedules": ["Every", "Never"],
     "spec": ["strategy"],
-    "wire": ["AllGather", "AllReduce", "AllToAll", "Exchange", "Reduced", "Traffic", "simulate"],
+    "wire": ["AllGather", "AllReduce", "AllToAll", "Exchange", "Reduced", "Traffic"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -7,13 +7,14 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.wire import AllGather, Group, Ledger, Rounds, land
+from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
 
 
 class UnevenError(RuntimeError):
@@ -30,7 +31,7 @@ def gather_texts(text: str, device: torch.device) -> Rounds[list[str]]:
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def agree(facts: Sequence[str], problem: Exception | None, group: Group, device: torch.device) -> str:
+def agree(facts: Sequence[str], problem: Exception | None, group: TorchGroup, device: torch.device) -> str:
     """Compare `facts` over the ranks; returns an id for this agreement, the same on all of them.
 
     Where they differ, or where a rank came with a `problem` of its own, every rank raises. Only a digest travels, unless
@@ -47,13 +48,13 @@ def agree(facts: Sequence[str], problem: Exception | None, group: Group, device:
     if problem is not None:
         raise problem
     if "failed" in statuses:
-        bad = [f"rank {rank}: {reports[rank]}" for rank, status in enumerate(statuses) if status == "failed"]
+        bad = [f"rank {group.members[rank]}: {reports[rank]}" for rank, status in enumerate(statuses) if status == "failed"]
         raise ValueError("other ranks were given something that can't be used:\n  " + "\n  ".join(bad))
-    raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports)))
+    raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports, group.members)))
 
 
-def differences(reports: Sequence[str]) -> list[str]:
-    """One line for each rank whose facts are not rank 0's: the first fact that differs."""
+def differences(reports: Sequence[str], members: Sequence[int]) -> list[str]:
+    """One line for each rank whose facts are not the first one's: the first fact that differs."""
     first = reports[0].split("\n")
     lines: list[str] = []
     for rank, report in enumerate(reports):
@@ -61,7 +62,7 @@ def differences(reports: Sequence[str]) -> list[str]:
         pairs = zip([*first, *["nothing"] * len(mine)], [*mine, *["nothing"] * len(first)], strict=False)
         unlike = next(((a, b) for a, b in pairs if a != b), None)
         if unlike is not None:
-            lines.append(f"rank {rank} has {unlike[1]}, rank 0 has {unlike[0]}")
+            lines.append(f"rank {members[rank]} has {unlike[1]}, rank {members[0]} has {unlike[0]}")
     return lines
 
 
@@ -71,53 +72,69 @@ def pulse(going: bool, device: torch.device) -> Rounds[list[bool]]:
     return [bool(row) for row in rows.flatten().tolist()]
 
 
+class Report(NamedTuple):
+    """What a rank lets the others know when it leaves, one way or the other."""
+
+    step: int
+    drifted: bool  # it has taken steps that the others have not seen
+    state: str
+
+
 class RollCall:
-    """Who has left the block and after how many steps, kept in the process group's store.
+    """Who has left the block, after how many steps and why, kept in the process group's store.
 
     It costs nothing while all goes well: a rank writes when it leaves, and reads when it leaves or when a collective has
     been in the air for suspiciously long.
     """
 
-    def __init__(self, store: dist.Store, identity: str, rank: int, world: int) -> None:
+    def __init__(self, store: dist.Store, identity: str, rank: int, members: Sequence[int]) -> None:
         self.step = 0  # the run's clock, set from outside
         self._store = dist.PrefixStore(f"laconic/{identity}", store)
-        self._rank, self._world = rank, world
+        self._rank, self._members = rank, members
         self._limit_seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs lack it
+        self._left = False
 
-    def report(self, state: str) -> None:
+    def report(self, state: str, *, drifted: bool = False) -> None:
         """Let the others know where this rank is."""
-        self._store.set(str(self._rank), json.dumps([self.step, state]))
+        self._store.set(str(self._rank), json.dumps([self.step, drifted, state]))
 
-    def seen(self) -> dict[int, tuple[int, str]]:
-        """Step and state of the ranks that have reported."""
-        known = [rank for rank in range(self._world) if self._store.check([str(rank)])]
-        return {rank: tuple(json.loads(self._store.get(str(rank)))) for rank in known}
+    def seen(self) -> dict[int, Report]:
+        """What the ranks that have reported have said."""
+        try:
+            known = [rank for rank in range(len(self._members)) if self._store.check([str(rank)])]
+            return {rank: Report(*json.loads(self._store.get(str(rank)))) for rank in known}
+        except RuntimeError as error:
+            raise UnevenError(f"another rank has ended: the process group's store is gone ({error})") from error
 
     def worry(self) -> None:
         """A collective takes long: raise if a peer that it needs has gone."""
-        if any(rank != self._rank for rank in self.seen()):
+        seen = self.seen()
+        gone = any(rank != self._rank for rank in seen)
+        if _failed(seen) if self._left else gone:
             self.report(f"is in step {self.step + 1}")
-            raise UnevenError(self._sentence())
+            raise UnevenError(self._sentence(advise=True))
 
-    def leave(self, *, may_differ: bool) -> None:
-        """Report, wait until all have left, and raise if one has failed or made another number of steps."""
-        self.report(f"left after {self.step} steps")
+    def leave(self, *, drifted: bool, may_differ: bool) -> bool:
+        """Report, wait until all have left, raise if they don't fit together; whether any rank has drifted."""
+        self.report(f"left after {self.step} steps", drifted=drifted)
+        self._left = True
         start, pause = time.monotonic(), 0.001
-        while len(seen := self.seen()) < self._world and not _failed(seen):
+        while len(seen := self.seen()) < len(self._members) and not _failed(seen):
             if time.monotonic() - start > self._limit_seconds:
-                raise UnevenError(f"{self._sentence()}; waited {self._limit_seconds:.0f} s for the others")
+                raise UnevenError(f"{self._sentence(advise=False)}; waited {self._limit_seconds:.0f} s for the others")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-        if _failed(seen) or (len({step for step, _ in seen.values()}) > 1 and not may_differ):
-            raise UnevenError(self._sentence())
+        if _failed(seen) or (len({report.step for report in seen.values()}) > 1 and not may_differ):
+            raise UnevenError(self._sentence(advise=not may_differ))
+        return any(report.drifted for report in seen.values())
 
-    def _sentence(self) -> str:
+    def _sentence(self, *, advise: bool) -> str:
         seen = self.seen()
-        where = ", ".join(f"rank {rank} {state}" for rank, (_, state) in sorted(seen.items()))
-        broken = any(state.startswith("failed") for _, state in seen.values())
-        advice = "" if broken else "; give every rank as many batches, or attach with uneven='stop'"
+        where = ", ".join(f"rank {self._members[rank]} {report.state}" for rank, report in sorted(seen.items()))
+        broken = any(report.state.startswith("failed") for report in seen.values())
+        advice = "; give every rank as many batches, or attach with uneven='stop'" if advise and not broken else ""
         return f"the ranks are not in step: {where}{advice}"
 
 
-def _failed(seen: dict[int, tuple[int, str]]) -> bool:
-    return any(not state.startswith("left") for _, state in seen.values())
+def _failed(seen: dict[int, Report]) -> bool:
+    return any(not report.state.startswith("left") for report in seen.values())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic import wire
+from laconic import dryrun
 from laconic.bucket import Bucket, unflatten
 from laconic.recipes import Strategy
 from laconic.spec import strategy as read
@@ -54,7 +54,7 @@ def predict(
         flat = torch.empty(size, dtype=parameters[0].dtype, device="meta")
         views, slots = unflatten(flat, parameters), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
         bucket = Bucket(flat, views, names, slots, rank=0, world=world_size, step=step)
-        total += wire.predict(chosen.reducer.reduce(bucket), world_size)
+        total += dryrun.predict(chosen.reducer.reduce(bucket), world_size)
     return total
 
 

@@ -1,24 +1,18 @@
 """The gradient hook: runs a reducer inside DDP's backward."""
 
-# DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.
-
 import time
 import warnings
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.bucket import Bucket, Slot
 from laconic.reducers.base import Reducer
-from laconic.reducers.exact import Exact
-from laconic.wire import PATIENCE_SECONDS, Flight, Group, Ledger, Reduced, TorchGroup
+from laconic.wire import PATIENCE_SECONDS, Flight, Group, Ledger, Reduced
 
 # A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
 DEPTH = 1
@@ -47,9 +41,8 @@ class GradientHook:
 
     A bucket's first collective leaves as soon as DDP has filled the bucket. Its later ones leave from here alone: the next
     when a later bucket arrives, the rest when the last bucket has arrived. Which one leaves when depends on bucket numbers
-    only, never on what has landed, so the order is the same on all ranks whatever their speed. No exchange is finished,
-    and so no memory is written, before every bucket has arrived and every collective has landed: a backward that fails
-    half-way leaves nothing behind.
+    only, never on what has landed, so the order is the same on all ranks whatever their speed. No memory is written before
+    every bucket has arrived and every exchange is over: a backward that fails half-way leaves nothing behind.
 
     How many collectives an exchange has is known only when it ends. So each bucket is expected to take as many as in the
     exchange before; in the first exchange of a layout, later rounds wait for the last bucket.
@@ -133,6 +126,7 @@ class GradientHook:
         while flights:
             flights = [flight for flight in flights if flight.step()]
         for airborne in self._air:
+            airborne.flight.result.remember()
             airborne.future.set_result(airborne.flight.result.mean)
         self._expected = [airborne.flight.launched for airborne in self._air]
         self._air = []
@@ -156,90 +150,3 @@ class GradientHook:
 def _future(device: torch.device) -> Future[Tensor]:
     # A future of accelerator tensors must be told the device, so that whoever waits orders its stream behind the result.
     return Future() if device.type == "cpu" else Future(devices=[device])
-
-
-class Dispatcher:
-    """The one hook a DDP will ever have: DDP takes a single registration, so this is it, and `target` is re-pointed.
-
-    Without a run it averages as DDP does. It is held by DDP's C++ half, where no garbage collector looks: it must not
-    lead back to the DDP or to the run.
-    """
-
-    _of: ClassVar["weakref.WeakKeyDictionary[DistributedDataParallel, Dispatcher]"] = weakref.WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self.target: GradientHook | None = None
-        self.plain: GradientHook | None = None
-        self.on_forward: weakref.WeakMethod[Callable[[], None]] | None = None
-        self._flags: tuple[bool, bool] | None = None  # DDP's own, while it is muted
-
-    @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> "Dispatcher":
-        """The dispatcher of a DDP, registered now if it is the first time."""
-        if ddp not in cls._of:
-            dispatcher = cls()
-            names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
-            memory: dict[str, Slot] = {name: {} for name in names.values()}
-            dispatcher.plain = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, Ledger())
-            ddp.register_comm_hook(None, dispatcher.dispatch)
-            ddp.register_forward_pre_hook(dispatcher.before_forward)
-            cls._of[ddp] = dispatcher
-        return cls._of[ddp]
-
-    @classmethod
-    def refusal(cls, ddp: DistributedDataParallel) -> str | None:
-        """Why this DDP can't be given a dispatcher, or None."""
-        if ddp in cls._of:
-            return "this DDP is attached to a run already; call its detach() first" if cls._of[ddp].target else None
-        foreign = [hook for hook, _ in ddp._comm_hooks if not isinstance(getattr(hook, "__self__", None), Dispatcher)]
-        if foreign:
-            name = getattr(foreign[0], "__qualname__", repr(foreign[0]))
-            return f"this DDP has the communication hook {name} already, and DDP takes one for ever; build a new DDP without it"
-        if ddp.mixed_precision is not None:
-            return "a DDP built with mixed_precision= runs a communication hook of its own; use torch.autocast instead"
-        return None
-
-    def dispatch(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        target = self.target or self.plain
-        assert target is not None, "a copy of a dispatcher is registered with no DDP"
-        return target.arrive(bucket)
-
-    def before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
-        if self.plain is None:  # a copy, found on a copied DDP: give that one its own flags back
-            self.unmute(ddp)
-        elif self._flags is not None:  # leaving `no_sync` may have put the flag back
-            ddp.require_backward_grad_sync = False
-        callback = self.on_forward() if self.on_forward else None
-        if callback is not None:
-            callback()
-
-    def mute(self, ddp: DistributedDataParallel) -> None:
-        """No collective in forward or backward, not even DDP's own for buffers and unused parameters."""
-        if self._flags is None:
-            self._flags = (ddp.require_backward_grad_sync, ddp.forward_sync_buffers)
-            ddp.require_backward_grad_sync = ddp.forward_sync_buffers = False
-
-    def unmute(self, ddp: DistributedDataParallel) -> None:
-        if self._flags is not None:
-            ddp.require_backward_grad_sync, ddp.forward_sync_buffers = self._flags
-            self._flags = None
-
-    def release(self, ddp: DistributedDataParallel) -> None:
-        """Plain DDP again."""
-        if self.target is not None:
-            self.target.settle()
-        self.target = self.on_forward = None
-        self.unmute(ddp)
-
-    def __deepcopy__(self, memo: object) -> "Dispatcher":
-        return _copy(self._flags)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _copy, (self._flags,)
-
-
-def _copy(flags: tuple[bool, bool] | None) -> Dispatcher:
-    warnings.warn("a copied or unpickled DistributedDataParallel is a plain one, attached to no laconic run", stacklevel=3)
-    dispatcher = Dispatcher()
-    dispatcher._flags = flags
-    return dispatcher

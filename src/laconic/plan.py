@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.hook import Dispatcher
+from laconic.dispatch import Dispatcher
 from laconic.recipes import Strategy
 from laconic.spec import strategy as read
 
@@ -23,7 +23,7 @@ class Plan:
 
     module: nn.Module  # what the user wrote, without DDP around it
     ddp: DistributedDataParallel | None
-    parameters: dict[str, nn.Parameter]  # those that are trained
+    parameters: dict[str, nn.Parameter]  # those that are trained now, but for the ones that DDP was told to ignore
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler | None
     strategy: Strategy
@@ -56,8 +56,11 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     module: nn.Module = ddp.module if ddp else model
+    if ddp is None and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise ValueError(f"there is a DistributedDataParallel inside this {type(model).__name__}; attach that one")
     chosen = read(strategy)  # type: ignore[arg-type]  # it says itself what it wants
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    ignored: set[str] = set(ddp.parameters_to_ignore) if ddp else set()
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters that are trained; there is nothing to average")
     check_route(chosen, ddp)
@@ -65,19 +68,30 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
         raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
+    if scaler is not None and "step" in vars(scaler):
+        raise ValueError("this GradScaler is attached to a run already; call its detach() first, or use one for each")
     optimizers = [_check_optimizer(one, parameters) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     if not optimizers:
         raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
+    if len({id(one) for one in optimizers}) < len(optimizers):
+        raise ValueError("an optimizer is given twice; each of its steps would count as two")
     if ddp is not None:
-        refusal = Dispatcher.refusal(ddp)
-        if refusal:
-            raise ValueError(refusal)
-        sparse = [name for name, part in ddp.module.named_modules() if getattr(part, "sparse", False) is True]
-        if sparse and chosen.route.talks:
-            raise ValueError(
-                f"{', '.join(sparse)} makes sparse gradients, and only dense ones can be averaged; set sparse=False"
-            )
+        _check_ddp(ddp, chosen)
     return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven))
+
+
+def _check_ddp(ddp: DistributedDataParallel, strategy: Strategy) -> None:
+    refusal = Dispatcher.refusal(ddp)
+    if refusal:
+        raise ValueError(refusal)
+    sparse = [name for name, part in ddp.module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse and strategy.route.talks:
+        raise ValueError(f"{', '.join(sparse)} makes sparse gradients, and only dense ones can be averaged; set sparse=False")
+    if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued and strategy.route.at(0) is None:
+        raise ValueError(
+            f"DDP with static_graph=True learns the graph in a first step that communicates, and {strategy} has none; "
+            "attach ddp() for a step and swap then, or build the DDP without static_graph"
+        )
 
 
 def _check_optimizer(optimizer: object, parameters: Mapping[str, nn.Parameter]) -> Optimizer:

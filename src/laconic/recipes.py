@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any, ParamSpec
 
 from laconic import routes
-from laconic.reducers.base import Reducer
+from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.cast import Cast
 from laconic.reducers.exact import Exact
 from laconic.reducers.warmup import Warmup
@@ -24,8 +24,11 @@ class Strategy:
     route: Route
     text: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        checked(self.reducer, "reducer")
+
     def __str__(self) -> str:
-        return self.text
+        return self.text or render_call("Strategy", {"reducer": self.reducer, "route": self.route})
 
 
 RECIPES: dict[str, Callable[..., Strategy]] = {}
@@ -63,9 +66,7 @@ def _default(f: Any) -> object:
 
 
 def _warmed(warmup: int, reducer: Reducer) -> Reducer:
-    if warmup < 0:
-        raise ValueError(f"warmup must be 0 or more steps, got {warmup}")
-    return Warmup(warmup, reducer) if warmup else reducer
+    return Warmup(warmup, reducer) if checked_steps(warmup, "warmup") else reducer
 
 
 @recipe
@@ -74,8 +75,6 @@ def ddp(*, reducer: Reducer = Exact(), warmup: int = 0) -> Strategy:  # noqa: B0
 
     Bytes: the reducer's; as given, 2(N-1)/N * n * itemsize a step, bit for bit DDP without a hook.
     """
-    if not isinstance(reducer, Reducer):
-        raise TypeError(f"reducer must be a Reducer such as Cast('bf16'), got {reducer!r}")
     return Strategy(_warmed(warmup, reducer), routes.world())
 
 

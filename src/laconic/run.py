@@ -1,5 +1,7 @@
 """The live object: a strategy at work on a model."""
 
+import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,8 @@ from laconic.agreement import RollCall, UnevenError, agree, gather_texts, pulse
 from laconic.averaging import ParameterAverager
 from laconic.bucket import Slot, local
 from laconic.clock import Clock
-from laconic.hook import Dispatcher, GradientHook
+from laconic.dispatch import Dispatcher
+from laconic.hook import GradientHook
 from laconic.plan import Plan, attached, check, check_route
 from laconic.recipes import Strategy
 from laconic.spec import strategy as read
@@ -98,16 +101,17 @@ class Run:
         self._uneven = plan.uneven
         self._ddp = plan.ddp  # let go of by `detach`: a dead DDP must not linger beside a new one over the same module
         self._device = _control_device(process_group)
-        self._memory: dict[str, Slot] = {name: {} for name in plan.parameters}
+        names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
+        self._memory: dict[str, Slot] = {name: {} for name in names.values()}
         self._ledger, self._aside, self._control = Ledger(), Ledger(), Ledger()
-        self._roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), process_group.size())
+        members = dist.get_process_group_ranks(process_group)
+        self._roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), members)
         self._group = TorchGroup(process_group, self._roll.worry)
-        self._drifted = False  # replicas may differ
-        self._pulsed = -1  # the last step before which this rank heard that all go on
+        self._drifted = False  # this replica may differ from the others
+        self._in_consensus = False
         self._live = True
         self._hook: GradientHook | None = None
         if plan.ddp is not None:
-            names = {id(parameter): name for name, parameter in plan.parameters.items()}
             self._hook = GradientHook(plan.strategy.reducer, self._group, names, self._memory, self._ledger)
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self._hook
@@ -121,12 +125,9 @@ class Run:
 
     def _set_up_step(self) -> None:
         step = self._roll.step = self._clock.step
-        if self._hook is not None and self._ddp is not None:
+        if self._hook is not None:
             self._hook.step = step
-            if self.strategy.route.at(step) is None:
-                self._dispatcher.mute(self._ddp)
-            else:
-                self._dispatcher.unmute(self._ddp)
+            self._dispatcher.muted = self.strategy.route.at(step) is None
 
     def _after_step(self) -> None:
         if self.strategy.route.at(self._clock.step - 1) is None and self._group.world > 1:
@@ -134,12 +135,14 @@ class Run:
         self._set_up_step()
 
     def _before_forward(self) -> None:
-        step = self._clock.step
-        first = self._pulsed < step and torch.is_grad_enabled()
-        if self._uneven == "stop" and first and self.strategy.route.at(step) is not None:
-            self._pulsed = step
-            if not all(land(pulse(True, self._device), self._group, self._control)):
-                raise _Stop
+        syncs = torch.is_grad_enabled() and self._ddp is not None and self._ddp.require_backward_grad_sync
+        if syncs and self.strategy.route.at(self._clock.step) is not None:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Where ranks may stop at different steps: make sure that all are here, or stop."""
+        if self._uneven == "stop" and not all(land(pulse(True, self._device), self._group, self._control)):
+            raise _Stop
 
     def __enter__(self) -> Self:
         return self
@@ -154,8 +157,12 @@ class Run:
             stop = self._uneven == "stop"
             if stop and error is None and self.strategy.route.talks:
                 land(pulse(False, self._device), self._group, self._control)
-            self._roll.leave(may_differ=stop)
-            self.sync()
+            drifted = self._roll.leave(drifted=self._drifted, may_differ=stop)
+            if drifted:
+                self._average(self._ledger)
+                self._drifted = False
+            # The store lives in one rank's process: nobody goes before all have read it.
+            land(pulse(False, self._device), self._group, self._control)
             return isinstance(error, _Stop)
         finally:
             self.detach()
@@ -193,8 +200,7 @@ class Run:
     def sync(self) -> None:
         """Make every replica equal, if steps were taken apart; all ranks call it together."""
         self._require_live("sync")
-        if self._drifted:
-            self._compare_clocks()
+        if self._agree_on_drift():
             self._average(self._ledger)
             self._drifted = False
 
@@ -202,21 +208,24 @@ class Run:
     def consensus(self) -> Iterator[None]:
         """Inside, the parameters are the mean of the replicas; after, the local ones again, bit for bit. All ranks together."""
         self._require_live("consensus")
-        if not self._drifted:
+        if not self._agree_on_drift():
             yield
             return
         tensors = [local(tensor) for tensor in self._averaged().values()]
         kept = [tensor.clone() for tensor in tensors]
-        self._average(self._aside)
+        self._in_consensus = True
         try:
+            self._average(self._aside)
             yield
         finally:
             for tensor, mine in zip(tensors, kept, strict=True):
                 tensor.copy_(mine)
+            self._in_consensus = False
 
     def swap(self, strategy: Strategy | str) -> None:
         """Go on by another strategy from the next step; all ranks call it together, between steps."""
         self._require_live("swap")
+        self._meet()
         try:
             chosen = read(strategy)
             check_route(chosen, self._ddp)
@@ -224,6 +233,14 @@ class Run:
             agree([], problem, self._group, self._device)
             raise
         agree([f"strategy {chosen}", f"step {self._clock.step}"], None, self._group, self._device)
+        if chosen.route.talks and self._agree_on_drift():
+            # Equal gradients keep replicas equal only if the optimizers' memory is equal as well.
+            moments = self._optimizer_state()
+            agree(
+                [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in moments.items()], None, self._group, self._device
+            )
+            ParameterAverager({**self._averaged(), **moments}, self._ledger).average(self._group)
+            self._drifted = False
         self.strategy = chosen
         if self._hook is not None:
             self._hook.use(chosen.reducer)
@@ -234,10 +251,12 @@ class Run:
         if not self._live:
             return
         self._live = False
+        if self._drifted and sys.exc_info()[0] is None:
+            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
         self._clock.stop()
         attached.difference_update(self._optimizers)
         if self._ddp is not None:
-            self._dispatcher.release(self._ddp)
+            self._dispatcher.release()
             self._ddp = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -261,40 +280,60 @@ class Run:
             raise ValueError(f"can read state of version {STATE_VERSION}, got {version!r}; is it a laconic run's state_dict?")
         if state["strategy"] != str(self.strategy):
             raise ValueError(f"the state is of the strategy {state['strategy']}, attached is {self.strategy}")
-        for name, slot in state["memory"].items():
+        try:
+            step, rounds, drifted = int(state["step"]), int(state["rounds"]), bool(state["drifted"])
+            memory = {name: dict(slot) for name, slot in state["memory"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
+        for name, slot in memory.items():
             if name not in self._memory:
-                raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't train")
+                raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
             if not all(isinstance(value, Tensor) for value in slot.values()):
                 raise ValueError(f"the memory of {name!r} must be tensors")
-        for name, kept in self._memory.items():
-            kept.clear()
-            device = self._parameters[name].device
-            kept.update({key: value.detach().to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
-        self._drifted = bool(state["drifted"])
-        self._clock.step = int(state["step"])
+        devices = {name: parameter.device for name, parameter in self._module.named_parameters()}
+        for name, slot in self._memory.items():
+            slot.clear()
+            slot.update({key: value.detach().to(devices[name], copy=True) for key, value in memory.get(name, {}).items()})
+        self._drifted = drifted
+        self._clock.step = step
         if self._hook is not None:
-            self._hook.rounds = int(state["rounds"])
+            self._hook.rounds = rounds
         self._set_up_step()
 
     # Parts of the above
 
     def _averaged(self) -> dict[str, Tensor]:
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if buffer.is_floating_point()}
+        ignored = set(self._ddp.parameters_to_ignore) if self._ddp else set()
+        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name not in ignored}
         return {**self._parameters, **buffers}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return {
+            f"state of optimizer {number}, parameter {place}, {key}": value
+            for number, optimizer in enumerate(self._optimizers)
+            for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            for key, value in sorted(optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        }
 
     def _average(self, ledger: Ledger) -> None:
         ParameterAverager(self._averaged(), ledger).average(self._group)
 
-    def _compare_clocks(self) -> None:
-        steps = land(gather_texts(str(self._clock.step), self._device), self._group, self._control)
+    def _agree_on_drift(self) -> bool:
+        """Whether any replica may differ; clocks that differ are an error."""
+        self._meet()
+        rows = land(gather_texts(f"{self._clock.step} {int(self._drifted)}", self._device), self._group, self._control)
+        steps, drifted = zip(*(row.split() for row in rows), strict=True)
         if len(set(steps)) > 1 and self._uneven == "error":
-            raise UnevenError(
-                "the ranks are not in step: " + ", ".join(f"rank {rank} made {n} steps" for rank, n in enumerate(steps))
-            )
+            made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(self._group.members, steps, strict=True))
+            raise UnevenError(f"the ranks are not in step: {made}")
+        return "1" in drifted
 
     def _require_live(self, what: str) -> None:
         if not self._live:
             raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
+        if self._in_consensus:
+            raise RuntimeError(f"{what}() can't be called inside consensus(): the parameters there are on loan")
 
 
 def _control_device(process_group: dist.ProcessGroup) -> torch.device:

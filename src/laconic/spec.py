@@ -20,13 +20,15 @@ def strategy(text: str | Strategy) -> Strategy:
         return text
     if not isinstance(text, str):
         raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {type(text).__name__}")
+    line = " ".join(text.split())
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = ast.parse(line, mode="eval")
     except SyntaxError as error:
-        raise ValueError(f"can't read the strategy {text!r}: {error.msg}; write it as name(key=value, ...)") from None
-    value = _Reader(text.strip()).read(tree.body)
+        mark = " " * ((error.offset or 1) - 1) + "^"
+        raise ValueError(f"{error.msg}; write a strategy as name(key=value, ...)\n  {line}\n  {mark}") from None
+    value = _Reader(line).read(tree.body)
     if not isinstance(value, Strategy):
-        raise ValueError(f"{text!r} is no strategy; to average gradients by a reducer write ddp(reducer={text.strip()})")
+        raise ValueError(f"{text!r} is no strategy; to average gradients by a reducer write ddp(reducer={line})")
     return value
 
 

@@ -6,14 +6,14 @@ An exchange is a generator. It yields a collective, is sent the answer, and in t
         mean = yield AllReduce(bucket.flat)
         return Reduced(mean)
 
-Whoever holds the generator decides how the collectives happen: `Flight` sends them through a `Group`, `simulate` runs all
-ranks in one process, `predict` runs one rank on meta tensors and only counts. This is the only file that launches
-collectives and the only one that counts bytes.
+Whoever holds the generator decides how the collectives happen. Here, `Flight` sends them through a `Group`; `dryrun.py`
+runs all ranks in one process, or one rank on meta tensors. This is the only file that launches collectives, and what bytes
+they cost is said here and nowhere else.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -52,11 +52,16 @@ Answer = TypeVar("Answer")
 Rounds: TypeAlias = Generator[Collective, Tensor, Answer]
 
 
+def _nothing() -> None:
+    """Nothing to remember, nothing to worry about."""
+
+
 class Reduced(NamedTuple):
     """What a reducer's exchange returns."""
 
     mean: Tensor  # the same bits on every rank of the group
     error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
+    remember: Callable[[], None] = _nothing  # writes the reducer's memory; called once the whole step has landed
 
 
 Exchange: TypeAlias = Rounds[Reduced]
@@ -159,19 +164,20 @@ class Group(Protocol):
     def launch(self, collective: Collective) -> Handle: ...
 
 
-def _no_worry() -> None:
-    """Nobody keeps a roll: wait on until the process group's own timeout."""
-
-
 class TorchGroup:
     """A `torch.distributed` process group.
 
     `worry` is called each time a wait has lasted `PATIENCE_SECONDS`; it may raise to end the wait.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, worry: Callable[[], None] = _no_worry) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, worry: Callable[[], None] = _nothing) -> None:
         self.process_group = process_group
         self.worry = worry
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks, by rank in this group: what a person calls them."""
+        return dist.get_process_group_ranks(self.process_group)
 
     @property
     def rank(self) -> int:
@@ -297,63 +303,3 @@ def land(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:
     while flight.step():
         pass
     return flight.result
-
-
-def predict(rounds: Rounds[Answer], world: int) -> Traffic:
-    """Count what an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
-    total = Traffic()
-    try:
-        collective = next(rounds)
-        while True:
-            if collective.tensor.numel():
-                total += traffic(collective, world)
-            collective = rounds.send(blank(collective, world))
-    except StopIteration:
-        return total
-
-
-def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> list[Answer]:
-    """Run the exchanges of all ranks in this process, in step with each other; `ledger` counts for one rank.
-
-    >>> import torch
-    >>> def mean(x):
-    ...     return (yield AllReduce(x))
-    >>> simulate([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
-    [tensor([2.]), tensor([2.])]
-    """
-    ledger = ledger or Ledger()
-    world = len(ranks)
-    results: dict[int, Answer] = {}
-    answers: list[Tensor] | None = None
-    while True:
-        collectives: list[Collective] = []
-        for rank, rounds in enumerate(ranks):
-            try:
-                collectives.append(next(rounds) if answers is None else rounds.send(answers[rank]))
-            except StopIteration as stop:
-                results[rank] = stop.value
-        if not collectives:
-            return [results[rank] for rank in range(world)]
-        assert len(collectives) == world, f"ranks {sorted(results)} have finished, the others have not"
-        shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
-        assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"
-        if collectives[0].tensor.numel():
-            ledger.land(ledger.launch(collectives[0], world), 0.0)
-        answers = _answers(collectives)
-
-
-def _answers(collectives: Sequence[Collective]) -> list[Tensor]:
-    tensors = [collective.tensor for collective in collectives]
-    world = len(tensors)
-    match collectives[0]:
-        case AllReduce():
-            for tensor in tensors:
-                tensor.mul_(1 / world)
-            total = tensors[0].clone()
-            for tensor in tensors[1:]:
-                total += tensor
-            return [tensor.copy_(total) for tensor in tensors]
-        case AllGather():
-            return [torch.stack(tensors) for _ in tensors]
-        case AllToAll():
-            return [torch.stack([tensor[rank] for tensor in tensors]) for rank in range(world)]

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from laconic.bucket import Bucket, Slot, flatten
+from laconic.dryrun import simulate
 from laconic.recipes import render
 from laconic.reducers import discover
 from laconic.reducers.base import Reducer
-from laconic.wire import Ledger, Reduced, simulate
+from laconic.wire import Ledger, Reduced
 
 EVERY = [example for kind in discover().values() for example in kind.examples()]
 NAMES = [render(example) for example in EVERY]
@@ -41,7 +42,10 @@ def run(
     """One exchange over all ranks; `inputs` by rank, then by parameter."""
     world, ledger = len(inputs), Ledger()
     buckets = [bucket(inputs[rank], memory[rank], rank, world, step, feedback) for rank in range(world)]
-    return simulate([reducer.reduce(one) for one in buckets], ledger), ledger
+    results = simulate([reducer.reduce(one) for one in buckets], ledger)
+    for result in results:
+        result.remember()
+    return results, ledger
 
 
 def bits(tensor: Tensor) -> Tensor:

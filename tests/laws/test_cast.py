@@ -15,12 +15,17 @@ def mean(reducer: Reducer, *values: torch.Tensor) -> torch.Tensor:
     return run(reducer, [[value] for value in values], memory, 0)[0][0].mean
 
 
-@pytest.mark.parametrize("accumulate", ["fp32", "wire"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("values", [(5e4, 5e4), (1e5, 0.0), (7e4, 3e4), (4e5, 0, 0, 0, 0, 0, 0, 0), (1.5e5, 0, 0)])
-def test_a_mean_that_fp16_can_hold_never_overflows_on_the_way(accumulate: str, values: tuple[float, ...]) -> None:
-    reducer = Cast("fp16", accumulate=accumulate)  # type: ignore[arg-type]
-    got = mean(reducer, *(torch.tensor([float(value)]) for value in values))
-    assert got.item() == pytest.approx(5e4, rel=2**-10)
+def test_fp16_takes_numbers_n_times_as_large_as_the_mean(values: tuple[float, ...], dtype: torch.dtype) -> None:
+    got = mean(Cast("fp16"), *(torch.tensor([float(value)], dtype=dtype) for value in values))
+    assert got.item() == pytest.approx(5e4, rel=2 * torch.finfo(dtype).eps + 2**-10)
+
+
+@pytest.mark.parametrize("accumulate", ["fp32", "wire"])
+def test_fp16_keeps_small_numbers_as_torch_does(accumulate: str) -> None:
+    got = mean(Cast("fp16", accumulate=accumulate), *[torch.tensor([1e-6])] * 8)  # type: ignore[arg-type]
+    assert got.item() == pytest.approx(1e-6, rel=0.06)
 
 
 @both

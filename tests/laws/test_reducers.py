@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.bucket import Bucket, unflatten
+from laconic.dryrun import predict
 from laconic.recipes import ddp, render
 from laconic.reducers.base import Reducer
 from laconic.spec import strategy
-from laconic.wire import Traffic, predict
+from laconic.wire import Traffic
 from tests.laws.reducers import EVERY, NAMES, Memory, Shapes, bits, is_frozen_dataclass, names, run, tensors
 
 every = pytest.mark.parametrize("reducer", EVERY, ids=NAMES)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.wire import AllGather, AllReduce, AllToAll, Collective, Ledger, Rounds, Traffic, predict, simulate, traffic
+from laconic.dryrun import predict, simulate
+from laconic.wire import AllGather, AllReduce, AllToAll, Collective, Ledger, Rounds, Traffic, traffic
 
 
 @given(count=st.integers(1, 10_000), world=st.integers(1, 300))

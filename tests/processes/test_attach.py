@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.clock import Clock
 from tests.models import build, chain, everywhere_equal, vectors, weights
 from tests.ranks import ranks
 
@@ -38,6 +39,17 @@ def bare_parameterless() -> tuple[nn.Module, torch.optim.Optimizer]:
     return nn.ReLU(), sgd(nn.Linear(1, 1))
 
 
+def doubled() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    model = build(chain)
+    return model, [sgd(model)] * 2
+
+
+def taken_scaler() -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler("cpu")
+    Clock([], scaler, lambda: None)
+    return scaler
+
+
 def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make()
     return model, sgd(model)
@@ -56,6 +68,10 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]]
     (lambda: ("model", sgd(chain())), "ddp()", {}, TypeError, "model must be a torch.nn.Module, got str"),
     (lambda: pair(hooked), "ddp()", {}, ValueError, "the communication hook allreduce_hook already"),
     (taken, "ddp()", {}, ValueError, "attached to a run already"),
+    (doubled, "ddp()", {}, ValueError, "an optimizer is given twice"),
+    (lambda: pair(lambda: nn.Sequential(build(chain))), "silent()", {}, ValueError, "a DistributedDataParallel inside"),
+    (lambda: pair(lambda: build(chain, static_graph=True)), "silent()", {}, ValueError, "attach ddp() for a step and swap"),
+    (lambda: pair(lambda: build(chain)), "ddp()", {"scaler": taken_scaler()}, ValueError, "this GradScaler is attached"),
     (lambda: pair(lambda: build(lambda: nn.Embedding(5, 3, sparse=True))), "bf16()", {}, ValueError, "sparse gradients"),
 ]
 
@@ -166,6 +182,81 @@ def test_loaders_of_unequal_length_are_an_error_on_all() -> None:
 def test_with_uneven_stop_all_stop_together(norm: bool) -> None:
     assert ranks(3, uneven, [5, 3, 5], {"uneven": "stop"}, norm) == [(3, "")] * 3
     assert ranks(3, uneven, [4, 4, 4], {"uneven": "stop"}, norm) == [(4, "")] * 3
+
+
+def accumulating(rank: int, batches: list[int]) -> int:
+    model = build(chain)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, "ddp()", uneven="stop") as run:
+        for part in range(batches[rank]):
+            if part % 2 == 0:
+                with model.no_sync():
+                    model(vectors(rank, part)).sum().backward()
+            else:
+                model(vectors(rank, part)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert everywhere_equal(weights(model))
+    return run.stats().steps
+
+
+def test_uneven_stop_in_the_middle_of_accumulation() -> None:
+    assert ranks(2, accumulating, [5, 8]) == [2, 2]
+
+
+def asking(rank: int, call: Callable[[laconic.Run], object], strategy: str) -> int:
+    model = build(chain)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, strategy, uneven="stop") as run:
+        for step in range(3 + rank):
+            if step == 3:
+                call(run)
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert everywhere_equal(weights(model))
+    return run.stats().steps
+
+
+def enter_consensus(run: laconic.Run) -> None:
+    with run.consensus():
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [functools.partial(laconic.Run.swap, strategy="bf16()"), laconic.Run.sync, enter_consensus],
+    ids=["swap", "sync", "consensus"],
+)
+def test_uneven_stop_where_a_rank_asks_for_something_collective(call: Callable[[laconic.Run], object]) -> None:
+    assert ranks(2, asking, call, "ddp()") == [3, 3]
+
+
+def test_a_rank_without_any_batch() -> None:
+    assert ranks(2, uneven, [0, 3], {"strategy": "silent()", "uneven": "stop"}, True) == [(0, ""), (3, "")]
+
+
+def handmade(rank: int) -> str:
+    model = build(chain)
+    route = laconic.ddp().route
+    reducer: laconic.Reducer = laconic.Exact() if rank else laconic.Cast("bf16")
+    with pytest.raises(ValueError, match="different things") as caught:
+        laconic.attach(model, sgd(model), laconic.Strategy(reducer, route))
+    return str(caught.value)
+
+
+def test_strategies_without_a_text_are_told_apart() -> None:
+    assert "rank 1 has strategy Strategy(reducer=Exact()" in ranks(2, handmade)[0]
+
+
+class Bare(laconic.Reducer):
+    def reduce(self, bucket: laconic.Bucket) -> laconic.Exchange:
+        return laconic.Reduced((yield laconic.AllReduce(bucket.flat)))
+
+
+def test_a_reducer_must_say_what_it_is() -> None:
+    with pytest.raises(TypeError, match="Bare must be a frozen dataclass"):
+        laconic.ddp(reducer=Bare())
 
 
 def test_silent_ranks_of_unequal_length() -> None:

@@ -40,7 +40,7 @@ def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 @every
 def test_replicas_are_equal_again_and_again(reducer: Reducer, seed: int) -> None:
     for world in (2, 3, 4, 5):
@@ -80,7 +80,9 @@ def real(rank: int, reducer: Reducer) -> list[torch.Tensor]:
     means = []
     for step in range(5):
         one = bucket(tensors(SHAPES, 10 * step + rank), memory, rank, group.world, step, False)
-        means.append(land(reducer.reduce(one), group, Ledger()).mean)
+        result = land(reducer.reduce(one), group, Ledger())
+        result.remember()
+        means.append(result.mean)
     return means
 
 

@@ -1,9 +1,13 @@
 """The live object: swap, detach, silent, consensus, state, copies, clocks."""
 
 import copy
+import functools
 import io
 import pickle
+import time
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
+from laconic.bucket import Bucket
+from laconic.reducers.base import Reducer
+from laconic.wire import AllReduce, Exchange, Ledger, Reduced
 from tests.models import Odd, build, chain, everywhere_equal, images, same_bits, vectors, weights
 from tests.ranks import ranks
 
@@ -54,6 +61,7 @@ def swap(rank: int) -> None:
         assert run.stats().wire_bytes == after.wire_bytes
         assert not everywhere_equal(weights(model))
         run.swap("ddp")
+        assert everywhere_equal(weights(model)), "gradients are averaged over equal replicas"
         some_steps(model, optimizer, rank, range(15, 17))
     assert everywhere_equal(weights(model)), "leaving the block makes replicas equal"
     assert run.stats().steps == 17
@@ -115,13 +123,14 @@ def silent(rank: int, ddp: bool) -> None:
         assert run.stats().collectives == 0
         mine = weights(module)
         with run.consensus():
-            floats = [t for t in weights(module) if t.is_floating_point()]
-            assert everywhere_equal(floats)
-            means = floats
+            means = weights(module)
+            assert everywhere_equal(means)
+            with pytest.raises(RuntimeError, match="inside consensus"):
+                run.sync()
         assert same_bits(weights(module), mine), "and back, bit for bit"
         assert run.stats().wire_bytes == 0
         assert run.stats().aside_bytes > 0
-    assert same_bits([t for t in weights(module) if t.is_floating_point()], means)
+    assert same_bits(weights(module), means)
     assert [p.data_ptr() for p in model.parameters()] == pointers
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr, operator]
     if isinstance(model, DistributedDataParallel):
@@ -169,6 +178,7 @@ def resume(rank: int) -> None:
         ({**saved["run"], "version": 99}, "got 99"),
         ({**saved["run"], "strategy": "ddp()"}, "the state is of the strategy ddp\\(\\), attached is bf16\\(warmup=3\\)"),
         ({**saved["run"], "memory": {"nobody": {}}}, "'nobody'"),
+        ({key: value for key, value in saved["run"].items() if key != "rounds"}, "damaged: KeyError: 'rounds'"),
         ({**saved["run"], "memory": {"0.weight": {"error": 3}}}, "must be tensors"),
     ]:
         with pytest.raises(ValueError, match=wanted):
@@ -366,3 +376,145 @@ def quiet(rank: int) -> None:
 
 def test_nothing_is_said_where_nothing_is_wrong() -> None:
     ranks(2, quiet)
+
+
+@dataclass(frozen=True)
+class Counting(Reducer):
+    """Takes so many rounds, and counts exchanges in its memory."""
+
+    rounds: int = 1
+
+    def reduce(self, bucket: Bucket) -> Exchange:
+        mean = yield AllReduce(bucket.flat)
+        for _ in range(self.rounds - 1):
+            yield AllReduce(torch.zeros(3))
+
+        def remember() -> None:
+            for slot in bucket.slots:
+                slot["count"] = slot.get("count", torch.zeros(())) + 1
+
+        return Reduced(mean, None, remember)
+
+
+def memory_after_failure(rank: int, reducer: Reducer) -> None:
+    model = build(Fragile)
+    optimizer = sgd(model)
+    run = laconic.attach(model, optimizer, laconic.ddp(reducer=reducer))
+    for step in range(4):
+        Faulty.broken = step == 3
+        try:
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except ArithmeticError:
+            assert step == 3
+    Faulty.broken = False
+    memory = run.state_dict()["memory"]
+    assert len(memory) == len(list(model.parameters()))
+    assert all(slot["count"] == 3 for slot in memory.values())
+    run.detach()
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        Counting(1),
+        Counting(3),
+        laconic.Warmup(3, Counting(1), before=Counting(2)),
+        laconic.Warmup(3, Counting(3), before=Counting(1)),
+    ],
+    ids=str,
+)
+def test_memory_is_that_of_the_last_completed_step(reducer: Reducer) -> None:
+    ranks(2, memory_after_failure, reducer)
+
+
+def no_sync_and_swaps(rank: int) -> None:
+    model = build(chain)
+    optimizer = sgd(model)
+    run = laconic.attach(model, optimizer, "ddp()")
+    with model.no_sync():
+        model(vectors(rank, 0)).sum().backward()
+        run.swap("silent()")
+    some_steps(model, optimizer, rank, range(2))
+    assert run.stats().rounds == 0
+    with model.no_sync():
+        run.swap("ddp()")
+        model(vectors(rank, 0)).sum().backward()
+    assert run.stats().rounds == 0
+    some_steps(model, optimizer, rank, range(2))
+    assert run.stats().rounds == 2
+    run.detach()
+    assert model.require_backward_grad_sync
+
+
+def test_no_sync_and_local_phases_do_not_confuse_each_other() -> None:
+    ranks(2, no_sync_and_swaps)
+
+
+def frozen_and_ignored(rank: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 3), nn.Linear(3, 3))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.bias"])  # type: ignore[no-untyped-call]
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    first, _, last = model.module
+    first.bias.requires_grad_(False)
+    with torch.no_grad():
+        last.bias.fill_(rank)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, "bf16()") as run:
+        some_steps(model, optimizer, rank, range(2))
+        run.swap("silent()")
+        optimizer.step()
+    assert not everywhere_equal([last.bias]), "what DDP was told to ignore is nobody's business"
+    assert everywhere_equal([p for name, p in module.named_parameters() if name != "2.bias"])
+
+
+def test_frozen_and_ignored_parameters() -> None:
+    ranks(2, frozen_and_ignored)
+
+
+def in_a_subgroup(rank: int) -> str:
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    if rank == 0:
+        return ""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(chain(), process_group=groups[1], bucket_cap_mb=0.001)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, "bf16()") as run:
+        some_steps(model, optimizer, rank, range(3))
+    assert run.stats().rounds == 3
+    with pytest.raises(ValueError, match="different things") as caught:
+        laconic.attach(model, optimizer, ["bf16()", "ddp()"][rank - 1])
+    return str(caught.value)
+
+
+def test_a_ddp_over_some_of_the_ranks() -> None:
+    messages = ranks(3, in_a_subgroup)
+    assert messages[1] == messages[2]
+    assert "rank 2 has strategy ddp(), rank 1 has strategy bf16()" in messages[1]
+
+
+def late(average: Callable[[Ledger], None], ledger: Ledger) -> None:
+    time.sleep(1)
+    average(ledger)
+
+
+def slow_exit(rank: int) -> None:
+    import laconic.wire
+
+    laconic.wire.PATIENCE_SECONDS = 0.2
+    try:
+        module = chain()
+        optimizer = sgd(module)
+        with laconic.attach(module, optimizer, "silent()") as run:
+            some_steps(module, optimizer, rank, range(2))
+            if rank == 1:
+                run._average = functools.partial(late, run._average)  # type: ignore[method-assign]
+        assert everywhere_equal(weights(module))
+    finally:
+        laconic.wire.PATIENCE_SECONDS = 5.0
+
+
+def test_a_slow_final_average_is_no_reason_to_worry() -> None:
+    ranks(2, slow_exit)

@@ -2,18 +2,37 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Self
 
 from laconic.bucket import Bucket
 from laconic.wire import Exchange
 
 
+def checked(reducer: object, name: str) -> "Reducer":
+    """Refuse what can't be a part of a strategy: its text must say all that makes it differ from another."""
+    if not isinstance(reducer, Reducer):
+        raise TypeError(f"{name} must be a Reducer such as Cast('bf16'), got {reducer!r}")
+    if not is_dataclass(reducer):
+        raise TypeError(f"{type(reducer).__name__} must be a frozen dataclass: put @dataclass(frozen=True) above it")
+    return reducer
+
+
+def checked_steps(steps: object, name: str) -> int:
+    """Refuse what is no number of steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"{name} must be a whole number of steps, got {steps!r}")
+    if steps < 0:
+        raise ValueError(f"{name} must be 0 or more steps, got {steps}")
+    return steps
+
+
 class Reducer(ABC):
     """How a bucket is averaged over the ranks: a frozen dataclass of hyperparameters, and one generator.
 
-    `reduce` yields collectives and returns the mean. It does no I/O, knows no process group, keeps its memory in
-    `bucket.slots`, and never reads a value into Python, so that the same lines run in DDP's backward, in `simulate` and,
-    on meta tensors, in `predict`.
+    `reduce` yields collectives and returns the mean. It does no I/O, knows no process group, and never reads a value into
+    Python, so that the same lines run in DDP's backward, in `simulate` and, on meta tensors, in `predict`. Its memory is in
+    `bucket.slots`, written by the function that it returns as `remember`.
     """
 
     @abstractmethod

@@ -19,8 +19,8 @@ class Cast(Reducer):
 
     Maths: accumulate="fp32": each rank owns one N-th of the bucket, collects everybody's 16-bit copy of it, sums in fp32,
     rounds the mean once and hands it to all; two roundings, whatever N is. accumulate="wire": the backend's all-reduce
-    adds in 16 bits; N roundings, one message fewer. fp16 reaches 65504 only, so wider numbers are scaled by the power of
-    two next below 1/N first: a sum that fits the mean's range never overflows on the way, and no mantissa bit is lost.
+    adds in 16 bits; N roundings, one message fewer. fp16 reaches 65504 only, so with accumulate="fp32" other numbers are
+    scaled by 2^-⌈log2 N⌉ first, which costs no mantissa bit: what a rank sends may be N times as large as the mean.
     Bytes: 2(N-1)/N * 2n either way (all-to-all + all-gather, or all-reduce).
     Not for tiny gradients in fp16: what is below 6e-8 * N comes out as zero. bf16 has the range of fp32.
 
@@ -59,21 +59,19 @@ class Cast(Reducer):
 
         if self.accumulate == "wire":
             mean = yield AllReduce(message)
-            rest = 1 / scale
         else:
             rows = yield AllToAll(message.view(world, -1))
             total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
             for row in rows[1:]:
                 total += row
             mean = (yield AllGather(total.mul_(1 / (world * scale)).to(dtype))).view(-1)
-            rest = 1.0
 
         out = flat if error is None else torch.empty_like(flat)
-        out.copy_(mean[:count])
-        return Reduced(out if rest == 1 else out.mul_(rest), error)
+        return Reduced(out.copy_(mean[:count]), error)
 
     def _scale(self, dtype: torch.dtype, world: int) -> float:
-        # A tensor that is 16 bits wide already is sent as it is: identical replicas then come back bit for bit.
-        if self.dtype == "bf16" or dtype.itemsize <= 2:
+        # fp16 is sent as fp16, as it is: identical replicas then come back bit for bit.
+        # In an all-reduce, 1/N comes after the cast, and shrinking twice would lose small numbers instead.
+        if self.dtype == "bf16" or dtype == torch.float16 or self.accumulate == "wire":
             return 1.0
         return float(2.0 ** -(world - 1).bit_length())

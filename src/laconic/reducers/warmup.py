@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from laconic.bucket import Bucket
-from laconic.reducers.base import Reducer
+from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.cast import Cast
 from laconic.reducers.exact import Exact
 from laconic.wire import Exchange
@@ -27,8 +27,9 @@ class Warmup(Reducer):
     before: Reducer = field(default_factory=Exact)
 
     def __post_init__(self) -> None:
-        if self.start < 0:
-            raise ValueError(f"start must be 0 or more steps, got {self.start}")
+        checked_steps(self.start, "start")
+        checked(self.inner, "inner")
+        checked(self.before, "before")
 
     @classmethod
     def examples(cls) -> Iterator[Self]:
