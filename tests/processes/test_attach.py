@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.clock import Clock
 from tests.models import build, chain, everywhere_equal, vectors, weights
-from tests.ranks import ranks
+from tests.ranks import last_ranks, ranks
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -172,7 +172,7 @@ def with_norm(width: int) -> nn.Module:
 
 
 def test_loaders_of_unequal_length_are_an_error_on_all() -> None:
-    for _, message in ranks(3, uneven, [5, 3, 5], {}, False):
+    for _, message in last_ranks(3, uneven, [5, 3, 5], {}, False):
         assert "rank 1 left after 3 steps" in message
         assert "is in step 4" in message
         assert "uneven='stop'" in message
@@ -284,7 +284,7 @@ def failing(rank: int) -> str:
 
 
 def test_an_exception_on_one_rank_reaches_the_others_in_seconds() -> None:
-    first, second, third = ranks(3, failing)
+    first, second, third = last_ranks(3, failing)
     assert second == "no more"
     for message in (first, third):
         assert "rank 1 failed in step 4 with ZeroDivisionError: no more" in message
