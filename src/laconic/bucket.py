@@ -27,7 +27,35 @@ class Bucket:
     world: int
     step: int = 0  # the run's clock: warm up by this
     round: int = 0  # exchanges done before: alternate by this
+    scale: float | Tensor = 1.0  # what the loss was multiplied by: memory is kept in units of the unscaled loss
     feedback: bool = False  # somebody will read `Reduced.error`; else it needn't be worked out
+
+
+def joined(bucket: Bucket, key: str, *, create: bool = False) -> Tensor | None:
+    """The slots' tensors of that key as one flat tensor, laid out as `bucket.flat`; None where no slot has one.
+
+    As long as DDP's buckets stay the same, the slots hold neighbouring views of one tensor, and this only finds it again.
+    Otherwise the numbers are brought together in a new one. A slot without the key counts as zeros.
+    """
+    flat, pieces = bucket.flat, [slot.get(key) for slot in bucket.slots]
+    if not create and all(piece is None for piece in pieces):
+        return None
+    offsets = [view.storage_offset() - flat.storage_offset() for view in bucket.views]
+    first = next((piece for piece in pieces if piece is not None), None)
+    if first is not None and all(
+        piece is not None
+        and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and piece.storage_offset() == offset
+        and piece.stride() == view.stride()
+        for piece, offset, view in zip(pieces, offsets, bucket.views, strict=True)
+    ):
+        return first.as_strided(flat.shape, (1,), 0)
+    whole = torch.zeros_like(flat)
+    for slot, piece, view, offset in zip(bucket.slots, pieces, bucket.views, offsets, strict=True):
+        slot[key] = whole.as_strided(view.shape, view.stride(), offset)
+        if piece is not None:
+            slot[key].copy_(piece)
+    return whole
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def bucket(inputs: Sequence[Tensor], memory: dict[str, Slot], rank: int, world: 
     flat, views = flatten([tensor.clone() for tensor in inputs])
     labels = [f"p{index}" for index in range(len(inputs))]
     slots = [memory.setdefault(label, {}) for label in labels]
-    return Bucket(flat, views, labels, slots, rank, world, step, step, feedback)
+    return Bucket(flat, views, labels, slots, rank, world, step, step, feedback=feedback)
 
 
 def run(

@@ -27,6 +27,21 @@ def checked_steps(steps: object, name: str) -> int:
     return steps
 
 
+def checked_rank(rank: object, min_compression_rate: object) -> None:
+    """Refuse what is no rank, and a rate that would never or always compress."""
+    if not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank must be a whole number, at least 1, got {rank!r}")
+    if not isinstance(min_compression_rate, int | float) or min_compression_rate <= 0:
+        raise ValueError(f"min_compression_rate must be above 0, got {min_compression_rate!r}")
+
+
+def checked_ratio(ratio: object) -> float:
+    """Refuse what is no share of the entries."""
+    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        raise ValueError(f"ratio must be above 0 and at most 1 (all entries), got {ratio!r}")
+    return ratio
+
+
 class Reducer(ABC):
     """How a bucket is averaged over the ranks: a frozen dataclass of hyperparameters, and one generator.
 

@@ -64,7 +64,11 @@ class Cast(Reducer):
             total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
             for row in rows[1:]:
                 total += row
-            mean = (yield AllGather(total.mul_(1 / (world * scale)).to(dtype))).view(-1)
+            mine = total.mul_(1 / (world * scale)).to(dtype)
+            if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
+                own = error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
+                own.add_(total.sub_(mine)[: len(own)], alpha=world)
+            mean = (yield AllGather(mine)).view(-1)
 
         out = flat if error is None else torch.empty_like(flat)
         return Reduced(out.copy_(mean[:count]), error)

@@ -1,0 +1,175 @@
+"""Two-phase all-reduce of codes with a scale for each block: what `Quantized` and `Float8` have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.bucket import Bucket
+from laconic.wire import AllGather, AllToAll, Exchange, Reduced
+
+# Numbers that are encoded at a time: measured on a 20 MB bucket, smaller pieces pay for calls and larger ones leave the cache.
+PIECE = 1 << 16
+
+
+class Codec(ABC):
+    """How a number in [-limit, limit] becomes a code, and back."""
+
+    limit: float
+    bits: int
+
+    @abstractmethod
+    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
+        """Codes of scaled numbers, which may be overwritten, into `out` of the same shape."""
+
+    @abstractmethod
+    def buffer(self, message: Tensor, count: int) -> Tensor:
+        """Where the codes of a message are written: one for each number."""
+
+    @abstractmethod
+    def seal(self, codes: Tensor, message: Tensor) -> None:
+        """Put codes from `buffer` into their message, where they are not there already."""
+
+    @abstractmethod
+    def open(self, message: Tensor, count: int) -> Tensor:
+        """The codes of a message, in a type that can be multiplied."""
+
+
+class Run(NamedTuple):
+    """`blocks` neighbouring blocks of `length` numbers."""
+
+    start: int
+    blocks: int
+    length: int
+    scale: int  # the place of the first block's scale
+
+
+class Layout(NamedTuple):
+    """How a bucket is cut: a chunk for each rank, blocks that cross neither a parameter nor a chunk."""
+
+    chunk: int  # numbers a rank owns
+    scales: int  # scales in a message
+    runs: tuple[tuple[Run, ...], ...]  # by chunk, counted from its start
+
+
+@lru_cache(maxsize=1024)
+def layout(sizes: tuple[int, ...], block: int, world: int, align: int) -> Layout:
+    """The layout of a bucket with parameters of these sizes."""
+    chunk = -(-sum(sizes) // (world * align)) * align
+    chunks: list[list[tuple[int, int]]] = [[] for _ in range(world)]  # (start, length) of each block
+    start = 0
+    for size in sizes:
+        position, end = start, start + size
+        while position < end:
+            owner = position // chunk
+            stop = min(end, (owner + 1) * chunk, position + block)
+            chunks[owner].append((position - owner * chunk, stop - position))
+            position = stop
+        start = end
+    return Layout(chunk, max(len(blocks) for blocks in chunks), tuple(_runs(blocks) for blocks in chunks))
+
+
+def _runs(blocks: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    for scale, (start, length) in enumerate(blocks):
+        if runs and runs[-1].length == length:
+            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
+        else:
+            runs.append(Run(start, 1, length, scale))
+    return tuple(runs)
+
+
+def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = None) -> Exchange:
+    """All-to-all of encoded chunks, sum in fp32, encode once more, all-gather; every rank decodes the same bytes.
+
+    What the owner of a chunk loses in the second rounding concerns all N ranks' sum; it is added, times N, to the owner's
+    own error, so that the mean of all errors is exactly what is missing.
+    """
+    flat, world = bucket.flat, bucket.world
+    if flat.numel() == 0:
+        return Reduced(flat)
+    align = 32 // codec.bits  # whole words of codes, so that the scales behind them are aligned
+    plan = layout(tuple(view.numel() for view in bucket.views), block, world, align)
+    codes_bytes = plan.chunk * codec.bits // 8
+    error = flat if bucket.feedback else None
+    spans = [slice(min(rank * plan.chunk, flat.numel()), min((rank + 1) * plan.chunk, flat.numel())) for rank in range(world)]
+
+    message = flat.new_empty((world, codes_bytes + 4 * plan.scales), dtype=torch.uint8)
+    for row, span, runs in zip(message, spans, plan.runs, strict=True):
+        chance = None if noise is None else noise[span]
+        _encode(flat[span], runs, codec, row, codes_bytes, plan, error if error is None else error[span], 1.0, chance)
+    rows = yield AllToAll(message)
+
+    mine, runs = spans[bucket.rank], plan.runs[bucket.rank]
+    total = flat.new_zeros(mine.stop - mine.start, dtype=torch.float32)
+    for row in rows:
+        _decode(row, runs, codec, codes_bytes, plan, total, add=True)
+    total.mul_(1 / world)
+    again = flat.new_empty(codes_bytes + 4 * plan.scales, dtype=torch.uint8)
+    left = torch.empty_like(total) if error is not None else None
+    chance = None if noise is None else noise[mine]
+    _encode(total, runs, codec, again, codes_bytes, plan, left, float(world), chance)
+    if error is not None and left is not None:
+        error[mine] += left
+    gathered = yield AllGather(again)
+
+    out = torch.empty_like(flat) if error is not None else flat
+    for row, span, runs in zip(gathered, spans, plan.runs, strict=True):
+        _decode(row, runs, codec, codes_bytes, plan, out[span], add=False)
+    return Reduced(out, error)
+
+
+def _encode(
+    source: Tensor,
+    runs: Sequence[Run],
+    codec: Codec,
+    message: Tensor,
+    codes_bytes: int,
+    plan: Layout,
+    error: Tensor | None,
+    weight: float,
+    noise: Tensor | None,
+) -> None:
+    """Encode a chunk into its message; where `error` is given, it becomes weight * (source - what will be decoded)."""
+    codes = codec.buffer(message[:codes_bytes], plan.chunk)
+    scales = message[codes_bytes:].view(torch.float32)
+    scales[sum(run.blocks for run in runs) :] = 0
+    for run in runs:
+        rows = max(1, PIECE // run.length)
+        for first in range(0, run.blocks, rows):
+            count = min(rows, run.blocks - first)
+            place = slice(run.start + first * run.length, run.start + (first + count) * run.length)
+            numbers = source[place].view(count, run.length)
+            numbers = numbers if numbers.dtype == torch.float32 else numbers.float()
+            scale = numbers.abs().amax(1).mul_(1 / codec.limit)
+            scales[run.scale + first : run.scale + first + count] = scale
+            scale = scale[:, None]
+            inverse = torch.where(scale > 0, 1 / scale, 0)  # a block of zeros stays zero; not-a-number is in the scale
+            out = codes[place].view(count, run.length)
+            codec.encode(numbers * inverse, out, None if noise is None else noise[place].view(count, run.length))
+            if error is not None:
+                lost = torch.addcmul(numbers, out.float(), scale, value=-1)
+                error[place].view(count, run.length).copy_(lost if weight == 1 else lost.mul_(weight))
+    codec.seal(codes, message[:codes_bytes])
+
+
+def _decode(
+    message: Tensor, runs: Sequence[Run], codec: Codec, codes_bytes: int, plan: Layout, out: Tensor, *, add: bool
+) -> None:
+    codes = codec.open(message[:codes_bytes], plan.chunk)
+    scales = message[codes_bytes:].view(torch.float32)
+    for run in runs:
+        rows = max(1, PIECE // run.length)
+        for first in range(0, run.blocks, rows):
+            count = min(rows, run.blocks - first)
+            place = slice(run.start + first * run.length, run.start + (first + count) * run.length)
+            scale = scales[run.scale + first : run.scale + first + count, None]
+            numbers = codes[place].view(count, run.length).float()
+            target = out[place].view(count, run.length)
+            if add:
+                target.addcmul_(numbers, scale)
+            else:
+                target.copy_(numbers.mul_(scale))
