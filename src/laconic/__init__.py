@@ -15,11 +15,28 @@ if TYPE_CHECKING:
     from laconic.recipes import Strategy as Strategy
     from laconic.recipes import bf16 as bf16
     from laconic.recipes import ddp as ddp
+    from laconic.recipes import fp8 as fp8
     from laconic.recipes import fp16 as fp16
+    from laconic.recipes import int4 as int4
+    from laconic.recipes import int8 as int8
+    from laconic.recipes import powersgd as powersgd
+    from laconic.recipes import randomk as randomk
+    from laconic.recipes import sign as sign
     from laconic.recipes import silent as silent
+    from laconic.recipes import topk as topk
+    from laconic.reducers.alternating import AlternatingPowerSGD as AlternatingPowerSGD
     from laconic.reducers.base import Reducer as Reducer
+    from laconic.reducers.batched_powersgd import BatchedPowerSGD as BatchedPowerSGD
     from laconic.reducers.cast import Cast as Cast
+    from laconic.reducers.error_feedback import ErrorFeedback as ErrorFeedback
+    from laconic.reducers.error_feedback import Release as Release
     from laconic.reducers.exact import Exact as Exact
+    from laconic.reducers.float8 import Float8 as Float8
+    from laconic.reducers.powersgd import PowerSGD as PowerSGD
+    from laconic.reducers.quantized import Quantized as Quantized
+    from laconic.reducers.randomk import RandomK as RandomK
+    from laconic.reducers.sign import Sign as Sign
+    from laconic.reducers.topk import TopK as TopK
     from laconic.reducers.warmup import Warmup as Warmup
     from laconic.routes import Route as Route
     from laconic.run import Run as Run
@@ -42,10 +59,19 @@ _HOME = {
     "bucket": ["Bucket", "Slot"],
     "dryrun": ["simulate"],
     "forecast": ["predict"],
-    "recipes": ["Strategy", "bf16", "ddp", "fp16", "silent"],
+    "recipes": ["Strategy", "bf16", "ddp", "fp16", "fp8", "int4", "int8", "powersgd", "randomk", "sign", "silent", "topk"],
+    "reducers.alternating": ["AlternatingPowerSGD"],
     "reducers.base": ["Reducer"],
+    "reducers.batched_powersgd": ["BatchedPowerSGD"],
     "reducers.cast": ["Cast"],
+    "reducers.error_feedback": ["ErrorFeedback", "Release"],
     "reducers.exact": ["Exact"],
+    "reducers.float8": ["Float8"],
+    "reducers.powersgd": ["PowerSGD"],
+    "reducers.quantized": ["Quantized"],
+    "reducers.randomk": ["RandomK"],
+    "reducers.sign": ["Sign"],
+    "reducers.topk": ["TopK"],
     "reducers.warmup": ["Warmup"],
     "routes": ["Route"],
     "run": ["Run", "Stats", "attach"],

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,7 @@ class GradientHook:
     ) -> None:
         self.reducer = reducer
         self.step = 0  # the run's clock, set from outside
+        self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
         self.rounds = 0
         self._group, self._names, self._memory, self._ledger = group, names, memory, ledger
         self._depth = depth
@@ -144,7 +145,21 @@ class GradientHook:
         elif gradients.is_last():
             del self._layouts[index + 1 :]
         layout, group = self._layouts[index], self._group
-        return Bucket(flat, gradients.gradients(), layout.names, layout.slots, group.rank, group.world, self.step, self.rounds)
+        return Bucket(
+            flat,
+            gradients.gradients(),
+            layout.names,
+            layout.slots,
+            group.rank,
+            group.world,
+            self.step,
+            self.rounds,
+            self.scale(),
+        )
+
+
+def _one() -> float:
+    return 1.0
 
 
 def _future(device: torch.device) -> Future[Tensor]:

@@ -9,7 +9,14 @@ from typing import Any, ParamSpec
 from laconic import routes
 from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.cast import Cast
+from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.reducers.exact import Exact
+from laconic.reducers.float8 import Float8
+from laconic.reducers.powersgd import PowerSGD
+from laconic.reducers.quantized import Quantized
+from laconic.reducers.randomk import RandomK
+from laconic.reducers.sign import Sign
+from laconic.reducers.topk import TopK
 from laconic.reducers.warmup import Warmup
 from laconic.routes import Route
 
@@ -88,6 +95,48 @@ def fp16(*, warmup: int = 0) -> Strategy:
 def bf16(*, warmup: int = 0) -> Strategy:
     """Gradients as bf16 on the wire, summed in fp32. Bytes: 2(N-1)/N * 2n a step."""
     return Strategy(_warmed(warmup, Cast("bf16")), routes.world())
+
+
+@recipe
+def int8(*, warmup: int = 0) -> Strategy:
+    """Gradients as 8-bit whole numbers with block scales. Bytes: 2(N-1)/N * 1.008n a step."""
+    return Strategy(_warmed(warmup, Quantized(8)), routes.world())
+
+
+@recipe
+def int4(*, warmup: int = 0) -> Strategy:
+    """Gradients as 4-bit whole numbers with block scales and error feedback. Bytes: 2(N-1)/N * 0.531n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(Quantized(4))), routes.world())
+
+
+@recipe
+def fp8(*, warmup: int = 0) -> Strategy:
+    """Gradients as 8-bit floats (e4m3) with block scales. Bytes: 2(N-1)/N * 1.008n a step."""
+    return Strategy(_warmed(warmup, Float8()), routes.world())
+
+
+@recipe
+def powersgd(*, rank: int = 4, warmup: int = 10) -> Strategy:
+    """Matrices by low rank with error feedback. Bytes: 2(N-1)/N * 4(rank * (rows + columns) per matrix + the rest) a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(PowerSGD(rank))), routes.world())
+
+
+@recipe
+def sign(*, warmup: int = 10) -> Strategy:
+    """One bit a number with error feedback. Bytes: (N-1) * n/8 a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(Sign())), routes.world())
+
+
+@recipe
+def topk(*, ratio: float = 0.01, warmup: int = 10) -> Strategy:
+    """The largest entries with error feedback. Bytes: (N-1) * 8 * ratio * n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(TopK(ratio))), routes.world())
+
+
+@recipe
+def randomk(*, ratio: float = 0.05, warmup: int = 10) -> Strategy:
+    """Entries drawn alike by all ranks, with error feedback. Bytes: 2(N-1)/N * 4 * ratio * n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(RandomK(ratio))), routes.world())
 
 
 @recipe

@@ -22,7 +22,10 @@ from laconic.clock import Clock
 from laconic.dispatch import Dispatcher
 from laconic.hook import GradientHook
 from laconic.plan import Plan, attached, check, check_route
-from laconic.recipes import Strategy
+from laconic.recipes import Strategy, render
+from laconic.reducers.base import Reducer
+from laconic.reducers.error_feedback import Release
+from laconic.reducers.warmup import Warmup
 from laconic.spec import strategy as read
 from laconic.wire import Ledger, TorchGroup, land
 
@@ -113,6 +116,8 @@ class Run:
         self._hook: GradientHook | None = None
         if plan.ddp is not None:
             self._hook = GradientHook(plan.strategy.reducer, self._group, names, self._memory, self._ledger)
+            if plan.scaler is not None and plan.scaler.is_enabled():
+                self._hook.scale = plan.scaler._get_scale_async  # type: ignore[assignment]  # set before any backward
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self._hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
@@ -161,6 +166,12 @@ class Run:
             if drifted:
                 self._average(self._ledger)
                 self._drifted = False
+            reducer = self.strategy.reducer
+            if isinstance(reducer, Warmup) and 0 < self._clock.step <= reducer.start:
+                warnings.warn(
+                    f"{self.strategy} never began: its warm-up of {reducer.start} steps lasted for all {self._clock.step}",
+                    stacklevel=2,
+                )
             # The store lives in one rank's process: nobody goes before all have read it.
             land(pulse(False, self._device), self._group, self._control)
             return isinstance(error, _Stop)
@@ -243,7 +254,7 @@ class Run:
             self._drifted = False
         self.strategy = chosen
         if self._hook is not None:
-            self._hook.use(chosen.reducer)
+            self._hook.use(self._releasing(chosen.reducer))
         self._set_up_step()
 
     def detach(self) -> None:
@@ -306,6 +317,11 @@ class Run:
         ignored = set(self._ddp.parameters_to_ignore) if self._ddp else set()
         buffers = {name: buffer for name, buffer in self._module.named_buffers() if name not in ignored}
         return {**self._parameters, **buffers}
+
+    def _releasing(self, reducer: Reducer) -> Reducer:
+        """Residuals pass on to a reducer with error feedback; otherwise they go into its next exchange."""
+        held = any("error" in slot for slot in self._memory.values())
+        return Release(reducer) if held and "ErrorFeedback(" not in render(reducer) else reducer
 
     def _optimizer_state(self) -> dict[str, Tensor]:
         return {

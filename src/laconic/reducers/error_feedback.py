@@ -9,6 +9,7 @@ from torch import Tensor
 
 from laconic.bucket import Bucket, joined
 from laconic.reducers.base import Reducer, checked
+from laconic.reducers.exact import Exact
 from laconic.reducers.topk import TopK
 from laconic.wire import Exchange, Reduced
 
@@ -59,6 +60,41 @@ class ErrorFeedback(Reducer):
             torch.where(finite(mean), left, memory, out=memory)
 
         return Reduced(mean, None, keep)
+
+
+@dataclass(frozen=True)
+class Release(Reducer):
+    """What a former strategy's error feedback still holds goes into this exchange, once, and is forgotten.
+
+    `run.swap` puts it around a reducer that has no error feedback of its own, so that no gradient is lost.
+    Bytes: the inner reducer's.
+
+    >>> import laconic
+    >>> str(laconic.ddp(reducer=laconic.Release(laconic.Exact())))
+    'ddp(reducer=Release(inner=Exact()))'
+    """
+
+    inner: Reducer
+
+    def __post_init__(self) -> None:
+        checked(self.inner, "inner")
+
+    @classmethod
+    def examples(cls) -> Iterator[Self]:
+        yield cls(Exact())
+
+    def reduce(self, bucket: Bucket) -> Exchange:
+        kept = joined(bucket, "error")
+        if kept is not None:
+            bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
+        mean, error, remember = yield from self.inner.reduce(bucket)
+
+        def forget() -> None:
+            remember()
+            if kept is not None:
+                kept.mul_(finite(mean).logical_not())
+
+        return Reduced(mean, error, forget)
 
 
 def finite(tensor: Tensor) -> Tensor:

@@ -1,0 +1,192 @@
+"""Settings in which a compressor must give the exact mean, or something that can be written down."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.reducers.base import Reducer
+from laconic.reducers.error_feedback import ErrorFeedback
+from laconic.reducers.lowrank import orthonormalise_
+from laconic.reducers.sign import pack, unpack
+from tests.laws.reducers import EVERY, NAMES, Memory, Shapes, bits, bucket, run, tensors
+
+SHAPES: Shapes = [(), (0,), (17, 5), (9,), (6, 3, 2, 2), (1200,)]
+
+
+def mean(reducer: Reducer, inputs: list[list[Tensor]], memory: Memory | None = None, step: int = 0) -> Tensor:
+    return run(reducer, inputs, memory or [{} for _ in inputs], step)[0][0].mean
+
+
+def flat(inputs: list[list[Tensor]]) -> Tensor:
+    return torch.stack([torch.cat([t.reshape(-1) for t in row]) for row in inputs])
+
+
+@pytest.mark.parametrize(
+    "reducer",
+    [
+        laconic.PowerSGD(rank=99, min_compression_rate=1e-3),
+        laconic.PowerSGD(rank=99, min_compression_rate=1e-3, warm_start=False),
+        laconic.AlternatingPowerSGD(rank=99, min_compression_rate=1e-3),
+        laconic.TopK(1.0),
+        laconic.RandomK(1.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_with_everything_sent_the_mean_is_exact(reducer: Reducer, world: int) -> None:
+    memory: Memory = [{} for _ in range(world)]
+    for step in range(4):
+        inputs = [tensors(SHAPES, 10 * step + rank) for rank in range(world)]
+        # In odd rounds the basis of ACP-SGD spans the columns; a 17 x 5 matrix has only 5 directions there.
+        assert torch.allclose(mean(reducer, inputs, memory, step), flat(inputs).mean(0), atol=2e-5)
+
+
+def test_random_k_of_everything_is_plain_all_reduce() -> None:
+    inputs = [tensors(SHAPES, rank) for rank in range(3)]
+    assert torch.equal(bits(mean(laconic.RandomK(1.0), inputs)), bits(mean(laconic.Exact(), inputs)))
+
+
+@pytest.mark.parametrize("size", [8, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_quantized_is_within_one_step_of_the_scale(size: int, world: int) -> None:
+    reducer = laconic.Quantized(bits=size, block=64)  # type: ignore[arg-type]
+    inputs = [tensors([(640,)], rank) for rank in range(world)]
+    step = flat(inputs).view(world, -1, 64).abs().amax((0, 2)) / (127 if size == 8 else 7)
+    off = (mean(reducer, inputs) - flat(inputs).mean(0)).abs().view(-1, 64).amax(1)
+    assert (off <= step * 1.0001).all()
+
+
+def test_stochastic_rounding_is_right_on_average() -> None:
+    reducer = laconic.Quantized(bits=4, rounding="stochastic")
+    inputs = [tensors([(256,)], rank) for rank in range(2)]
+    means = torch.stack([mean(reducer, inputs, step=step) for step in range(400)])
+    nearest = mean(laconic.Quantized(bits=4), inputs)
+    truth = flat(inputs).mean(0)
+    assert (means.mean(0) - truth).abs().mean() < 0.25 * (nearest - truth).abs().mean()
+
+
+def test_bytes_of_a_quantized_all_reduce() -> None:
+    for world in (2, 4, 8):
+        count = 1 << 20
+        inputs = [[torch.zeros(count)]] * world
+        fp32 = run(laconic.Exact(), inputs, [{} for _ in range(world)], 0)[1].total.wire_bytes
+        eight = run(laconic.Quantized(8), inputs, [{} for _ in range(world)], 0)[1].total
+        assert eight.collectives == 2
+        assert eight.wire_bytes <= 0.26 * fp32
+        assert run(laconic.Quantized(4), inputs, [{} for _ in range(world)], 0)[1].total.wire_bytes <= 0.14 * fp32
+        small = [[torch.zeros(40), torch.zeros(3)]] * world
+        assert run(laconic.Quantized(8), small, [{} for _ in range(world)], 0)[1].total.payload_bytes <= 43 * 4 + 12 * world
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 13, 1000])
+def test_signs_are_packed_eight_in_a_byte(count: int) -> None:
+    flags = torch.randn(count, generator=torch.Generator().manual_seed(count)) > 0
+    packed = pack(flags)
+    assert len(packed) == -(-count // 8)
+    assert torch.equal(unpack(packed)[:count] > 0, flags)
+
+
+MATRICES: dict[str, Callable[[], Tensor]] = {
+    "random": lambda: torch.randn(40, 6),
+    "zero": lambda: torch.zeros(40, 6),
+    "one zero column": lambda: torch.randn(40, 6) * torch.tensor([1.0, 1, 0, 1, 1, 1]),
+    "rank 2": lambda: torch.randn(40, 2) @ torch.randn(2, 6),
+    "huge": lambda: torch.randn(40, 6) * 1e37,
+    "tiny": lambda: torch.randn(40, 6) * 1e-37,
+    "ill-conditioned": lambda: torch.randn(40, 6) * torch.logspace(0, -5, 6),
+    "square": lambda: torch.randn(6, 6),
+}
+
+
+@pytest.mark.parametrize("name", list(MATRICES))
+def test_orthonormal_columns_whatever_comes(name: str) -> None:
+    torch.manual_seed(1)
+    source = MATRICES[name]()
+    basis = orthonormalise_(source.clone()[None])[0]
+    assert basis.isfinite().all()
+    gram = basis.double().T @ basis.double()
+    assert (gram.diagonal() <= 1.001).all()
+    if name in ("random", "huge", "tiny", "ill-conditioned", "square"):
+        assert torch.allclose(gram, torch.eye(6).double(), atol=1e-4)
+    projected = basis.double() @ (basis.double().T @ source.double())
+    assert (projected - source.double()).abs().max() <= 1e-3 * source.abs().max(), "the span is kept"
+
+
+@pytest.mark.parametrize("kind", [laconic.PowerSGD, laconic.AlternatingPowerSGD, laconic.BatchedPowerSGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_rank_survives_zeros_and_huge_numbers(kind: type[Reducer], dtype: torch.dtype) -> None:
+    reducer = kind(rank=2)  # type: ignore[call-arg]
+    memory: Memory = [{}, {}]
+    for step, size in enumerate([0.0, 1.0, 0.0, 1e4, 0.0, 1.0]):
+        inputs = [tensors([(40, 30), (7,)], 10 * step + rank, dtype, size) for rank in range(2)]
+        got = mean(reducer, inputs, memory, step)
+        assert got.isfinite().all()
+        assert (got[:1200].abs().max() > 0) == (size > 0), "a step of zeros must not switch it off"
+
+
+@pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+def test_the_users_random_numbers_are_left_alone(reducer: Reducer) -> None:
+    before = torch.get_rng_state()
+    for step in range(3):
+        run(reducer, [tensors(SHAPES, rank) for rank in range(2)], [{}, {}], step)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+def test_the_same_again(reducer: Reducer) -> None:
+    results = []
+    for _ in range(2):
+        memory: Memory = [{} for _ in range(3)]
+        for step in range(3):
+            results.append(mean(reducer, [tensors(SHAPES, 10 * step + rank) for rank in range(3)], memory, step))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[:3], results[3:], strict=True))
+
+
+@pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+def test_error_feedback_survives_bad_steps(reducer: Reducer) -> None:
+    """A run with a bad step, which the optimizer skips, goes on as one without it."""
+    fed, clean_memory, memory = ErrorFeedback(reducer), [{} for _ in range(3)], [{} for _ in range(3)]  # type: ignore[var-annotated]
+    for step in range(5):
+        inputs = [tensors([(12, 9), (11,)], 10 * step + rank) for rank in range(3)]
+        clean = mean(fed, inputs, clean_memory, step)
+        if step == 2:
+            bad = [[t.clone() for t in row] for row in inputs]
+            bad[1][0][3, 3] = float("inf")
+            assert not mean(fed, bad, memory, step).isfinite().all()
+        assert torch.equal(bits(mean(fed, inputs, memory, step)), bits(clean))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_residuals_are_in_units_of_the_unscaled_loss(changes: bool) -> None:
+    reducer = ErrorFeedback(laconic.TopK(0.05))
+    memory: Memory = [{}, {}]
+    applied = truth = torch.zeros(400)
+    for step in range(60):
+        scale = torch.tensor(2.0**16 if changes and step >= 30 else 2.0**12)
+        inputs = [tensors([(400,)], 10 * step + rank) for rank in range(2)]
+        from dataclasses import replace
+
+        from laconic.dryrun import simulate
+
+        ones = [bucket([t * scale for t in inputs[rank]], memory[rank], rank, 2, step, False) for rank in range(2)]
+        results = simulate([reducer.reduce(replace(one, scale=scale)) for one in ones])
+        for result in results:
+            result.remember()
+        applied, truth = applied + results[0].mean / scale, truth + flat(inputs).mean(0)
+    residual = torch.stack([memory[rank]["p0"]["error"] for rank in range(2)]).mean(0)
+    assert torch.allclose(applied + residual, truth, atol=1e-4)
+    assert (applied - truth).abs().max() < 12, "as small as without a change of scale"
+
+
+def test_uncompressed_parameters_of_a_bf16_model_stay_exact() -> None:
+    """2000 steps of PowerSGD: the bias' gradient is the mean, to the rounding of bf16, at the last step as at the first."""
+    reducer, memory = ErrorFeedback(laconic.PowerSGD(1)), [{}, {}]  # type: ignore[var-annotated]
+    for step in range(2000):
+        inputs = [tensors([(24, 16), (24,)], 2 * step + rank, torch.bfloat16) for rank in range(2)]
+        got = mean(reducer, inputs, memory, step)[24 * 16 :]
+        assert torch.equal(got, torch.stack([row[1].float() for row in inputs]).mean(0).bfloat16())
+    assert all(not slots["p1"]["error"].any() for slots in memory)
+    assert max(float(slots["p0"]["error"].norm()) for slots in memory) < 200, "a residual, no random walk"
