@@ -28,8 +28,8 @@ def predict(
     """Bytes and collectives of one rank in one step, worked out on meta tensors.
 
     `buckets` are lists of parameter names, as `run.layout()` gives them; without them, DDP's own rule is followed: the
-    parameters last to first, 1 MiB in the first bucket and 25 MiB in the others. `step` counts the steps done before; by
-    default, every warm-up is over.
+    parameters last to first, 1 MiB in the first bucket and 25 MiB in the others. `step` counts the steps done before, with
+    one exchange each; by default, every warm-up is over.
 
     >>> import torch
     >>> predict("bf16()", torch.nn.Linear(1000, 1000, device="meta"), world_size=4)
@@ -53,7 +53,7 @@ def predict(
         size = sum(parameter.numel() for parameter in parameters)
         flat = torch.empty(size, dtype=parameters[0].dtype, device="meta")
         views, slots = unflatten(flat, parameters), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
-        bucket = Bucket(flat, views, names, slots, rank=0, world=world_size, step=step)
+        bucket = Bucket(flat, views, names, slots, rank=0, world=world_size, step=step, round=step)
         total += dryrun.predict(chosen.reducer.reduce(bucket), world_size)
     return total
 

@@ -91,8 +91,8 @@ def orthonormalise_(batch: Tensor) -> Tensor:
     """Replace each matrix's columns by an orthonormal basis, in place, whatever they are.
 
     By Cholesky of the Gram matrix, in fp64 and after scaling each column by its largest entry: no square overflows, and
-    fp32's whole range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a column that depends on those
-    before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
+    fp32's whole range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a column that
+    depends on those before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
     """
     if batch.numel() == 0:
         return batch
