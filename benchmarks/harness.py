@@ -25,11 +25,17 @@ class Timing:
     median: float
 
 
-def interleave(alternatives: Mapping[str, Callable[[], None]], repeats: int, steps: int) -> dict[str, Timing]:
-    """Seconds a step of each alternative, each run once a round in turn: a slow moment of the machine hits them all."""
+def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, steps: int) -> dict[str, Timing]:
+    """Seconds a step of each alternative, each run once a round in turn: a slow moment of the machine hits them all.
+
+    What an alternative has as its `prepare` is called before, untimed.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(repeats):
         for name, run in alternatives.items():
+            prepare = getattr(run, "prepare", None)
+            if prepare is not None:
+                prepare()
             start = time.perf_counter()
             run()
             seconds[name].append((time.perf_counter() - start) / steps)

@@ -48,7 +48,7 @@ def train(reducer: Reducer, seed: int) -> Outcome:
     held_out, kept = order[:360], order[360:]
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     names = [name for name, _ in model.named_parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     memory: list[list[Slot]] = [[{} for _ in names] for _ in range(WORKERS)]
     ledger = Ledger()
     draw = torch.Generator().manual_seed(seed)
@@ -102,7 +102,7 @@ def main() -> None:
             }
         )
     legend = (
-        f"Digits of scikit-learn, 64-128-64-10 network, SGD with momentum 0.9 and lr 0.1 for all, {WORKERS} simulated workers "
+        f"Digits of scikit-learn, 64-128-64-10 network, SGD with momentum 0.9 and lr 0.02 for all, {WORKERS} simulated workers "
         f"with batches of {BATCH}, {STEPS} steps, {SEEDS} seeds (mean ± standard deviation). Bytes are wire bytes of one rank."
     )
     report("quality", "Quality under compression", rows, legend)

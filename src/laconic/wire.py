@@ -62,6 +62,7 @@ class Reduced(NamedTuple):
     mean: Tensor  # the same bits on every rank of the group
     error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
     remember: Callable[[], None] = _nothing  # writes the reducer's memory; called once the whole step has landed
+    good: Tensor | None = None  # whether the mean is finite, where the reducer knows it more cheaply than by looking
 
 
 Exchange: TypeAlias = Rounds[Reduced]

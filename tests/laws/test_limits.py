@@ -113,12 +113,12 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
 def test_orthonormal_columns_whatever_comes(name: str) -> None:
     torch.manual_seed(1)
     source = MATRICES[name]()
-    basis = orthonormalise_(source.clone()[None])[0]
+    basis = orthonormalise_(source.T.clone()[None])[0].T
     assert basis.isfinite().all()
     gram = basis.double().T @ basis.double()
     assert (gram.diagonal() <= 1.001).all()
     if name in ("random", "huge", "tiny", "ill-conditioned", "square"):
-        assert torch.allclose(gram, torch.eye(6).double(), atol=1e-4)
+        assert torch.allclose(gram, torch.eye(6).double(), atol=2e-5)
     projected = basis.double() @ (basis.double().T @ source.double())
     assert (projected - source.double()).abs().max() <= 1e-3 * source.abs().max(), "the span is kept"
 
@@ -181,7 +181,7 @@ def test_residuals_are_in_units_of_the_unscaled_loss(changes: bool) -> None:
             result.remember()
         applied, truth = applied + results[0].mean / scale, truth + flat(inputs).mean(0)
     residual = torch.stack([memory[rank]["p0"]["error"] for rank in range(2)]).mean(0)
-    assert torch.allclose(applied + residual, truth, atol=1e-4)
+    assert torch.allclose(applied + residual, truth, atol=2e-5)
     assert (applied - truth).abs().max() < 12, "as small as without a change of scale"
 
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from laconic.bucket import Bucket
-from laconic.reducers.base import Reducer, checked_rank
+from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.lowrank import Factors, Split, keep_factors, matrix_view, split, warm
 from laconic.reducers.powersgd import copy_rest
@@ -48,7 +48,7 @@ class AlternatingPowerSGD(Reducer):
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
         even = bucket.round % 2 == 0
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
-        # In even rounds the basis is Q (columns x rank) and P travels, in odd rounds the other way round.
+        # In even rounds the basis is Q (rank x columns) and P travels, in odd rounds the other way round.
         basis = warm(bucket, parts.matrices, "q" if even else "p", even, self.seed, True, parts.wide if even else parts.tall)
         basis.orthonormalise()
         size = parts.tall if even else parts.wide
@@ -56,13 +56,13 @@ class AlternatingPowerSGD(Reducer):
         sent = Factors(parts.matrices, message[:size], wide=not even)
         for matrix in parts.matrices:
             numbers = matrix_view(whole, matrix)
-            torch.mm(numbers if even else numbers.T, basis.of(matrix), out=sent.of(matrix))
+            torch.mm(basis.of(matrix), numbers.T if even else numbers, out=sent.of(matrix))
         copy_rest(message[size:], whole, parts, into=False)
         error = whole if bucket.feedback else None
         if error is not None:
             for matrix in parts.matrices:
                 left, right = (sent, basis) if even else (basis, sent)
-                matrix_view(error, matrix).addmm_(left.of(matrix), right.of(matrix).T, alpha=-1)
+                matrix_view(error, matrix).addmm_(left.of(matrix).T, right.of(matrix), alpha=-1)
             for start, stop in parts.rest:
                 error[start:stop] = 0
         message = yield AllReduce(message)
@@ -71,11 +71,13 @@ class AlternatingPowerSGD(Reducer):
         mean = whole if error is None else torch.empty_like(whole)
         left, right = (averaged, basis) if even else (basis, averaged)
         for matrix in parts.matrices:
-            torch.mm(left.of(matrix), right.of(matrix).T, out=matrix_view(mean, matrix))
+            torch.mm(left.of(matrix).T, right.of(matrix), out=matrix_view(mean, matrix))
         copy_rest(message[size:], mean, parts, into=True)
 
+        good = finite(message)
+
         def remember() -> None:
-            keep_factors(bucket.slots, averaged, "p" if even else "q", message.sum().isfinite())
+            keep_factors(bucket.slots, averaged, "p" if even else "q", good)
 
         dtype = bucket.flat.dtype
-        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember)
+        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember, good)

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from laconic.bucket import Bucket
 from laconic.wire import Exchange
 
@@ -40,6 +43,14 @@ def checked_ratio(ratio: object) -> float:
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         raise ValueError(f"ratio must be above 0 and at most 1 (all entries), got {ratio!r}")
     return ratio
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """Whether all numbers are finite, as a tensor: in one pass, without a copy, without asking the device."""
+    if tensor.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    low, high = torch.aminmax(tensor)
+    return low.isfinite() & high.isfinite()
 
 
 class Reducer(ABC):

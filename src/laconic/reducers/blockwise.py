@@ -1,7 +1,7 @@
 """Two-phase all-reduce of codes with a scale for each block: what `Quantized` and `Float8` have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from laconic.bucket import Bucket
 from laconic.wire import AllGather, AllToAll, Exchange, Reduced
 
-# Numbers that are encoded at a time: measured on a 20 MB bucket, smaller pieces pay for calls and larger ones leave the cache.
-PIECE = 1 << 16
+# Numbers that are encoded at a time. Measured on a 20 MB bucket, one core: 9.5 ms in pieces of 2^16, 5.2 ms of 2^18, 3.9 ms of
+# 2^20; a call of torch costs some microseconds, and 4 MB still fit into the last cache.
+PIECE = 1 << 20
+TINY = torch.finfo(torch.float32).tiny  # below it, one over the scale is infinite
 
 
 class Codec(ABC):
@@ -101,12 +103,16 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
     for row, span, runs in zip(message, spans, plan.runs, strict=True):
         chance = None if noise is None else noise[span]
         _encode(flat[span], runs, codec, row, codes_bytes, plan, error if error is None else error[span], 1.0, chance)
+    if world == 1:  # nobody to hear of it: what would be decoded is the mean
+        out = torch.empty_like(flat) if error is not None else flat
+        _decode(message[0], plan.runs[0], codec, codes_bytes, plan, out, add=False)
+        return Reduced(out, error)
     rows = yield AllToAll(message)
 
     mine, runs = spans[bucket.rank], plan.runs[bucket.rank]
-    total = flat.new_zeros(mine.stop - mine.start, dtype=torch.float32)
-    for row in rows:
-        _decode(row, runs, codec, codes_bytes, plan, total, add=True)
+    total = flat.new_empty(mine.stop - mine.start, dtype=torch.float32)
+    for number, row in enumerate(rows):
+        _decode(row, runs, codec, codes_bytes, plan, total, add=number > 0)
     total.mul_(1 / world)
     again = flat.new_empty(codes_bytes + 4 * plan.scales, dtype=torch.uint8)
     left = torch.empty_like(total) if error is not None else None
@@ -137,22 +143,20 @@ def _encode(
     codes = codec.buffer(message[:codes_bytes], plan.chunk)
     scales = message[codes_bytes:].view(torch.float32)
     scales[sum(run.blocks for run in runs) :] = 0
-    for run in runs:
-        rows = max(1, PIECE // run.length)
-        for first in range(0, run.blocks, rows):
-            count = min(rows, run.blocks - first)
-            place = slice(run.start + first * run.length, run.start + (first + count) * run.length)
-            numbers = source[place].view(count, run.length)
-            numbers = numbers if numbers.dtype == torch.float32 else numbers.float()
-            scale = numbers.abs().amax(1).mul_(1 / codec.limit)
-            scales[run.scale + first : run.scale + first + count] = scale
-            scale = scale[:, None]
-            inverse = torch.where(scale > 0, 1 / scale, 0)  # a block of zeros stays zero; not-a-number is in the scale
-            out = codes[place].view(count, run.length)
-            codec.encode(numbers * inverse, out, None if noise is None else noise[place].view(count, run.length))
-            if error is not None:
-                lost = torch.addcmul(numbers, out.float(), scale, value=-1)
-                error[place].view(count, run.length).copy_(lost if weight == 1 else lost.mul_(weight))
+    work = source.new_empty(max(PIECE, max((run.length for run in runs), default=0)), dtype=torch.float32)
+    for place, shape, which in _pieces(runs):
+        numbers, room, out = source[place].view(shape), work[: shape[0] * shape[1]].view(shape), codes[place].view(shape)
+        if numbers.dtype != torch.float32:
+            numbers = numbers.float()
+        scale = torch.abs(numbers, out=room).amax(1).mul_(1 / codec.limit)
+        scales[which] = scale
+        scale = scale[:, None]
+        # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.
+        inverse = torch.where(scale >= TINY, 1 / scale, 0)
+        codec.encode(torch.mul(numbers, inverse, out=room), out, None if noise is None else noise[place].view(shape))
+        if error is not None:
+            lost = torch.addcmul(numbers, room.copy_(out), scale, value=-1, out=room)
+            error[place].view(shape).copy_(lost if weight == 1 else lost.mul_(weight))
     codec.seal(codes, message[:codes_bytes])
 
 
@@ -161,15 +165,24 @@ def _decode(
 ) -> None:
     codes = codec.open(message[:codes_bytes], plan.chunk)
     scales = message[codes_bytes:].view(torch.float32)
+    work = out.new_empty(max(PIECE, max((run.length for run in runs), default=0)), dtype=torch.float32)
+    for place, shape, which in _pieces(runs):
+        numbers, target = work[: shape[0] * shape[1]].view(shape), out[place].view(shape)
+        numbers.copy_(codes[place].view(shape))
+        scale = scales[which][:, None]
+        if add:
+            target.addcmul_(numbers, scale)
+        elif target.dtype == torch.float32:
+            torch.mul(numbers, scale, out=target)
+        else:
+            target.copy_(numbers.mul_(scale))
+
+
+def _pieces(runs: Sequence[Run]) -> Iterator[tuple[slice, tuple[int, int], slice]]:
+    """Whole blocks that fit into the cache together: their numbers, their shape as a matrix, their scales."""
     for run in runs:
         rows = max(1, PIECE // run.length)
         for first in range(0, run.blocks, rows):
             count = min(rows, run.blocks - first)
-            place = slice(run.start + first * run.length, run.start + (first + count) * run.length)
-            scale = scales[run.scale + first : run.scale + first + count, None]
-            numbers = codes[place].view(count, run.length).float()
-            target = out[place].view(count, run.length)
-            if add:
-                target.addcmul_(numbers, scale)
-            else:
-                target.copy_(numbers.mul_(scale))
+            start, scale = run.start + first * run.length, run.scale + first
+            yield slice(start, start + count * run.length), (count, run.length), slice(scale, scale + count)

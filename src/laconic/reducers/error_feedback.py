@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.bucket import Bucket, joined
-from laconic.reducers.base import Reducer, checked
+from laconic.reducers.base import Reducer, checked, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.topk import TopK
 from laconic.wire import Exchange, Reduced
@@ -46,7 +46,7 @@ class ErrorFeedback(Reducer):
         kept = joined(bucket, "error")
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(self.decay * bucket.scale, kept))
-        mean, error, remember = yield from self.inner.reduce(replace(bucket, feedback=True))
+        mean, error, remember, good = yield from self.inner.reduce(replace(bucket, feedback=True))
 
         def keep() -> None:
             remember()
@@ -57,9 +57,9 @@ class ErrorFeedback(Reducer):
             left = torch.zeros_like(memory) if error is None else error
             if isinstance(bucket.scale, Tensor):
                 left = left.div_(bucket.scale)
-            torch.where(finite(mean), left, memory, out=memory)
+            replace_if(finite(mean) if good is None else good, memory, left)
 
-        return Reduced(mean, None, keep)
+        return Reduced(mean, None, keep, good)
 
 
 @dataclass(frozen=True)
@@ -87,22 +87,22 @@ class Release(Reducer):
         kept = joined(bucket, "error")
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
-        mean, error, remember = yield from self.inner.reduce(bucket)
+        mean, error, remember, good = yield from self.inner.reduce(bucket)
 
         def forget() -> None:
             remember()
             if kept is not None:
-                kept.mul_(finite(mean).logical_not())
+                kept.mul_((finite(mean) if good is None else good).logical_not())
 
-        return Reduced(mean, error, forget)
+        return Reduced(mean, error, forget, good)
 
 
-def finite(tensor: Tensor) -> Tensor:
-    """Whether all numbers are finite, as a tensor: in one pass, without a copy, without asking the device."""
-    if tensor.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    low, high = torch.aminmax(tensor)
-    return low.isfinite() & high.isfinite()
+def replace_if(good: Tensor, old: Tensor, new: Tensor) -> None:
+    """old = new, in place, where `good`. On the CPU, where asking costs nothing, that is a plain copy or nothing at all."""
+    if good.device.type != "cpu":
+        torch.where(good, new, old, out=old)
+    elif good:
+        old.copy_(new)
 
 
 def _weight(weight: float | Tensor, like: Tensor) -> Tensor:

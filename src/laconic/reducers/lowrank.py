@@ -20,8 +20,8 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     rank: int
-    tall: int  # where its rows x rank factor starts
-    wide: int  # where its columns x rank factor starts
+    tall: int  # where its rank x rows factor starts
+    wide: int  # where its rank x columns factor starts
 
 
 class Split(NamedTuple):
@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
     matrices: tuple[Matrix, ...]  # same shapes together
     rest: tuple[tuple[int, int], ...]
-    tall: int  # numbers in all rows x rank factors
+    tall: int  # numbers in all rank x rows factors
     wide: int
 
     @property
@@ -65,18 +65,22 @@ def split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of all matrices of a bucket, in two flat tensors."""
+    """One factor of each matrix of a bucket, in one flat tensor.
+
+    They are kept as rank x side, vectors in rows: with the thin side first, matrix products were 3 to 10 times as fast
+    (ranks 2 to 8, one core) as with it last.
+    """
 
     matrices: Sequence[Matrix]
     flat: Tensor
-    wide: bool  # columns x rank, else rows x rank
+    wide: bool  # rank x columns, else rank x rows
 
     def of(self, matrix: Matrix) -> Tensor:
         side, start = (matrix.columns, matrix.wide) if self.wide else (matrix.rows, matrix.tall)
-        return self.flat[start : start + side * matrix.rank].view(side, matrix.rank)
+        return self.flat[start : start + side * matrix.rank].view(matrix.rank, side)
 
     def orthonormalise(self) -> None:
-        """Every factor's columns, in batches of equal shapes."""
+        """Every factor's vectors, in batches of equal shapes."""
         done = 0
         while done < len(self.matrices):
             first = self.matrices[done]
@@ -88,24 +92,27 @@ class Factors:
 
 
 def orthonormalise_(batch: Tensor) -> Tensor:
-    """Replace each matrix's columns by an orthonormal basis, in place, whatever they are.
+    """Replace the rows of each matrix by an orthonormal basis, in place, whatever they are.
 
-    By Cholesky of the Gram matrix, in fp64 and after scaling each column by its largest entry: no square overflows, and
-    fp32's whole range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a column that
-    depends on those before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
+    By Cholesky of the Gram matrix, in fp64 and after scaling each row by its largest entry: no square overflows, and fp32's
+    whole range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a row that depends on
+    those before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
     """
     if batch.numel() == 0:
         return batch
-    columns = batch.double()
-    columns = columns / columns.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    if batch.shape[2] == 1:
-        norm = columns.square().sum(1, keepdim=True).sqrt()
-        return batch.copy_(columns / norm.clamp_min(1e-30))
-    gram = columns.mT @ columns
+    rows = batch.double()
+    rows = rows / rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    if batch.shape[1] == 1:
+        norm = rows.square().sum(2, keepdim=True).sqrt()
+        return batch.copy_(rows / norm.clamp_min(1e-30))
+    gram = rows @ rows.mT
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal += 1e-13 * diagonal.sum(1, keepdim=True) + 1e-60
     lower = torch.linalg.cholesky_ex(gram).L
-    return batch.copy_(torch.linalg.solve_triangular(lower.mT, columns, upper=True, left=False))
+    basis = torch.linalg.solve_triangular(lower, rows, upper=False)
+    # The ridge shortens a row that was nearly dependent. It gets its length back unless it is mostly rounding.
+    length = basis.square().sum(2, keepdim=True).sqrt()
+    return batch.copy_(torch.where(length > 0.7, basis / length, basis))
 
 
 def warm(bucket: Bucket, matrices: Sequence[Matrix], key: str, wide: bool, seed: int, keep: bool, size: int) -> Factors:
@@ -124,16 +131,16 @@ def warm(bucket: Bucket, matrices: Sequence[Matrix], key: str, wide: bool, seed:
 
 
 def keep_factors(slots: Sequence[Slot], factors: Factors, key: str, good: Tensor) -> None:
-    """Remember factors for the next exchange; a column of zeros, or anything after a bad step, leaves what was there.
+    """Remember factors for the next exchange; a vector of zeros, or anything after a bad step, leaves what was there.
 
-    (A zero column would stay zero for ever: zero times the next gradient.)
+    (A zero vector would stay zero for ever: zero times the next gradient.)
     """
     for matrix in factors.matrices:
         new, slot = factors.of(matrix), slots[matrix.place]
         old = slot.get(key)
         if old is None or old.shape != new.shape:
             old = normal(tuple(new.shape), new.device, 1, key, matrix.place)
-        slot[key] = torch.where(good & (new != 0).any(0), new, old)
+        slot[key] = torch.where(good & (new != 0).any(1, keepdim=True), new, old)
 
 
 def matrix_view(flat: Tensor, matrix: Matrix) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.bucket import Bucket
-from laconic.reducers.base import Reducer, checked_rank
+from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.lowrank import Factors, Split, keep_factors, matrix_view, split, warm
 from laconic.wire import AllReduce, Exchange, Reduced
@@ -56,34 +56,35 @@ class PowerSGD(Reducer):
         p = Factors(parts.matrices, first[: parts.tall], wide=False)
         q = warm(bucket, parts.matrices, "q", True, self.seed, self.warm_start, parts.wide)
         for matrix in parts.matrices:
-            torch.mm(matrix_view(whole, matrix), q.of(matrix), out=p.of(matrix))
+            torch.mm(q.of(matrix), matrix_view(whole, matrix).T, out=p.of(matrix))
         copy_rest(first[parts.tall :], whole, parts, into=False)
         first = yield AllReduce(first)
 
         p = Factors(parts.matrices, first[: parts.tall], wide=False)
         p.orthonormalise()
         for matrix in parts.matrices:
-            torch.mm(matrix_view(whole, matrix).T, p.of(matrix), out=q.of(matrix))
+            torch.mm(p.of(matrix), matrix_view(whole, matrix), out=q.of(matrix))
         error = whole if bucket.feedback else None
         if error is not None:
             for matrix in parts.matrices:
-                matrix_view(error, matrix).addmm_(p.of(matrix), q.of(matrix).T, alpha=-1)
+                matrix_view(error, matrix).addmm_(p.of(matrix).T, q.of(matrix), alpha=-1)
             for start, stop in parts.rest:
                 error[start:stop] = 0
         q = Factors(parts.matrices, (yield AllReduce(q.flat)), wide=True)
 
         mean = whole if error is None else torch.empty_like(whole)
         for matrix in parts.matrices:
-            torch.mm(p.of(matrix), q.of(matrix).T, out=matrix_view(mean, matrix))
+            torch.mm(p.of(matrix).T, q.of(matrix), out=matrix_view(mean, matrix))
         copy_rest(first[parts.tall :], mean, parts, into=True)
+
+        good = finite(first) & finite(q.flat)
 
         def remember() -> None:
             if self.warm_start:
-                good = torch.stack([first.sum(), q.flat.sum()]).isfinite().all()
                 keep_factors(bucket.slots, q, "q", good)
 
         dtype = bucket.flat.dtype
-        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember)
+        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember, good)
 
 
 def copy_rest(message: Tensor, whole: Tensor, parts: Split, *, into: bool) -> None:
