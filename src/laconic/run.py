@@ -27,9 +27,8 @@ from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
 from laconic.reducers.warmup import Warmup
 from laconic.spec import strategy as read
+from laconic.state import VERSION, checked
 from laconic.wire import Ledger, TorchGroup, land
-
-STATE_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ class Run:
         if self._hook is not None:
             self._hook.settle()
         return {
-            "version": STATE_VERSION,
+            "version": VERSION,
             "strategy": str(self.strategy),
             "step": self._clock.step,
             "rounds": self._hook.rounds if self._hook else 0,
@@ -286,29 +285,15 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken. Nothing is changed if it doesn't fit."""
         self._require_live("load_state_dict")
-        version = state.get("version")
-        if version != STATE_VERSION:
-            raise ValueError(f"can read state of version {STATE_VERSION}, got {version!r}; is it a laconic run's state_dict?")
-        if state["strategy"] != str(self.strategy):
-            raise ValueError(f"the state is of the strategy {state['strategy']}, attached is {self.strategy}")
-        try:
-            step, rounds, drifted = int(state["step"]), int(state["rounds"]), bool(state["drifted"])
-            memory = {name: dict(slot) for name, slot in state["memory"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
-        for name, slot in memory.items():
-            if name not in self._memory:
-                raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
-            if not all(isinstance(value, Tensor) for value in slot.values()):
-                raise ValueError(f"the memory of {name!r} must be tensors")
+        saved = checked(state, str(self.strategy), self._memory)
         devices = {name: parameter.device for name, parameter in self._module.named_parameters()}
         for name, slot in self._memory.items():
             slot.clear()
-            slot.update({key: value.detach().to(devices[name], copy=True) for key, value in memory.get(name, {}).items()})
-        self._drifted = drifted
-        self._clock.step = step
+            slot.update({key: value.detach().to(devices[name], copy=True) for key, value in saved.memory.get(name, {}).items()})
+        self._drifted = saved.drifted
+        self._clock.step = saved.step
         if self._hook is not None:
-            self._hook.rounds = rounds
+            self._hook.rounds = saved.rounds
         self._set_up_step()
 
     # Parts of the above

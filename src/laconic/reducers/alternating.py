@@ -9,8 +9,17 @@ import torch
 from laconic.bucket import Bucket
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
-from laconic.reducers.lowrank import Factors, Split, keep_factors, matrix_view, split, warm
-from laconic.reducers.powersgd import copy_rest
+from laconic.reducers.lowrank import (
+    Factors,
+    Split,
+    copy_rest,
+    keep_factors,
+    leave_out,
+    matrix_view,
+    product,
+    split,
+    warm,
+)
 from laconic.wire import AllReduce, Exchange, Reduced
 
 
@@ -40,10 +49,8 @@ class AlternatingPowerSGD(Reducer):
         yield cls(2, min_compression_rate=0.5)
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        parts = split(tuple(tuple(view.shape) for view in bucket.views), self.rank, self.min_compression_rate)
-        if not parts.matrices:
-            return Exact().reduce(bucket)
-        return self._exchange(bucket, parts)
+        parts = split(bucket, self.rank, self.min_compression_rate)
+        return self._exchange(bucket, parts) if parts.matrices else Exact().reduce(bucket)
 
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
         even = bucket.round % 2 == 0
@@ -60,18 +67,12 @@ class AlternatingPowerSGD(Reducer):
         copy_rest(message[size:], whole, parts, into=False)
         error = whole if bucket.feedback else None
         if error is not None:
-            for matrix in parts.matrices:
-                left, right = (sent, basis) if even else (basis, sent)
-                matrix_view(error, matrix).addmm_(left.of(matrix).T, right.of(matrix), alpha=-1)
-            for start, stop in parts.rest:
-                error[start:stop] = 0
+            leave_out(error, *((sent, basis) if even else (basis, sent)), parts)
         message = yield AllReduce(message)
 
         averaged = Factors(parts.matrices, message[:size], wide=not even)
         mean = whole if error is None else torch.empty_like(whole)
-        left, right = (averaged, basis) if even else (basis, averaged)
-        for matrix in parts.matrices:
-            torch.mm(left.of(matrix).T, right.of(matrix), out=matrix_view(mean, matrix))
+        product(mean, *((averaged, basis) if even else (basis, averaged)))
         copy_rest(message[size:], mean, parts, into=True)
 
         good = finite(message)

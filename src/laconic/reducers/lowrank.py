@@ -38,9 +38,13 @@ class Split(NamedTuple):
         return sum(stop - start for start, stop in self.rest)
 
 
-@lru_cache(maxsize=1024)
-def split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: float) -> Split:
+def split(bucket: Bucket, rank: int, min_compression_rate: float) -> Split:
     """Compress where rank * (rows + columns) * min_compression_rate < rows * columns."""
+    return _split(tuple(tuple(view.shape) for view in bucket.views), rank, min_compression_rate)
+
+
+@lru_cache(maxsize=1024)
+def _split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: float) -> Split:
     chosen: list[tuple[int, int, int, int, int]] = []  # rows, columns, index, start, rank
     rest: list[tuple[int, int]] = []
     start = 0
@@ -146,3 +150,26 @@ def keep_factors(slots: Sequence[Slot], factors: Factors, key: str, good: Tensor
 def matrix_view(flat: Tensor, matrix: Matrix) -> Tensor:
     """A parameter's numbers as rows x columns, in the order in which they lie."""
     return flat[matrix.start : matrix.start + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+
+
+def product(out: Tensor, p: Factors, q: Factors) -> None:
+    """Every matrix as the product of its factors."""
+    for matrix in p.matrices:
+        torch.mm(p.of(matrix).T, q.of(matrix), out=matrix_view(out, matrix))
+
+
+def leave_out(whole: Tensor, p: Factors, q: Factors, parts: Split) -> None:
+    """Take the product of the factors away, in place; of what is sent as it is, nothing is left."""
+    for matrix in parts.matrices:
+        matrix_view(whole, matrix).addmm_(p.of(matrix).T, q.of(matrix), alpha=-1)
+    for start, stop in parts.rest:
+        whole[start:stop] = 0
+
+
+def copy_rest(message: Tensor, whole: Tensor, parts: Split, *, into: bool) -> None:
+    """The numbers that are no matrices: from `whole` to the message, or back into it."""
+    position = 0
+    for start, stop in parts.rest:
+        piece, span = message[position : position + stop - start], whole[start:stop]
+        span.copy_(piece) if into else piece.copy_(span)
+        position += stop - start

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from laconic.bucket import Bucket
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
-from laconic.reducers.lowrank import Factors, Split, keep_factors, matrix_view, split, warm
+from laconic.reducers.lowrank import (
+    Factors,
+    Split,
+    copy_rest,
+    keep_factors,
+    leave_out,
+    matrix_view,
+    product,
+    split,
+    warm,
+)
 from laconic.wire import AllReduce, Exchange, Reduced
 
 
@@ -45,10 +54,8 @@ class PowerSGD(Reducer):
         yield cls(2, min_compression_rate=1, warm_start=False)
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        parts = split(tuple(tuple(view.shape) for view in bucket.views), self.rank, self.min_compression_rate)
-        if not parts.matrices:
-            return Exact().reduce(bucket)
-        return self._exchange(bucket, parts)
+        parts = split(bucket, self.rank, self.min_compression_rate)
+        return self._exchange(bucket, parts) if parts.matrices else Exact().reduce(bucket)
 
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
@@ -66,15 +73,11 @@ class PowerSGD(Reducer):
             torch.mm(p.of(matrix), matrix_view(whole, matrix), out=q.of(matrix))
         error = whole if bucket.feedback else None
         if error is not None:
-            for matrix in parts.matrices:
-                matrix_view(error, matrix).addmm_(p.of(matrix).T, q.of(matrix), alpha=-1)
-            for start, stop in parts.rest:
-                error[start:stop] = 0
+            leave_out(error, p, q, parts)
         q = Factors(parts.matrices, (yield AllReduce(q.flat)), wide=True)
 
         mean = whole if error is None else torch.empty_like(whole)
-        for matrix in parts.matrices:
-            torch.mm(p.of(matrix).T, q.of(matrix), out=matrix_view(mean, matrix))
+        product(mean, p, q)
         copy_rest(first[parts.tall :], mean, parts, into=True)
 
         good = finite(first) & finite(q.flat)
@@ -85,12 +88,3 @@ class PowerSGD(Reducer):
 
         dtype = bucket.flat.dtype
         return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember, good)
-
-
-def copy_rest(message: Tensor, whole: Tensor, parts: Split, *, into: bool) -> None:
-    """The numbers that are no matrices: from `whole` to the message, or back into it."""
-    position = 0
-    for start, stop in parts.rest:
-        piece, span = message[position : position + stop - start], whole[start:stop]
-        span.copy_(piece) if into else piece.copy_(span)
-        position += stop - start

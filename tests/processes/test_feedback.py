@@ -1,0 +1,86 @@
+"""Compressors with error feedback at work: GradScaler, swaps, warm-ups that never end."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.recipes import RECIPES
+from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
+from tests.ranks import ranks
+
+COMPRESSED = sorted(set(RECIPES) - {"ddp", "silent"})
+
+
+def overflowing(rank: int, text: str) -> None:
+    def fit(bad_step: int | None) -> list[Tensor]:
+        model = build(chain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3, growth_factor=16.0)
+        with laconic.attach(model, optimizer, text, scaler=scaler):
+            for step in range(8):
+                for bad in [True, False] if step == bad_step else [False]:
+                    loss = model(vectors(rank, step)).square().mean()
+                    scaler.scale(loss * float("inf") if bad and rank == 1 else loss).backward()
+                    scaler.step(optimizer)
+                    if not bad:
+                        scaler.update()
+                    else:
+                        scaler._per_optimizer_states.clear()  # as update() does, but with the scale kept
+                    optimizer.zero_grad()
+            assert everywhere_equal(weights(model))
+        return weights(model)
+
+    clean, disturbed = fit(None), fit(5)
+    assert all(t.isfinite().all() for t in disturbed)
+    assert same_bits(clean, disturbed), "a skipped step leaves no trace"
+
+
+@pytest.mark.parametrize("name", [name for name in COMPRESSED if name != "randomk"])
+def test_an_overflow_on_one_rank_skips_on_all_and_leaves_no_trace(name: str) -> None:
+    ranks(2, overflowing, f"{name}()" if name in ("fp16", "bf16", "int8", "int4", "fp8") else f"{name}(warmup=2)")
+
+
+def swapping(rank: int) -> None:
+    """What error feedback holds is not lost when another strategy takes over."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(40, 30, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = model.module.weight.detach().clone()
+    truth = torch.zeros_like(start)
+    with laconic.attach(model, optimizer, "topk(ratio=0.02, warmup=0)") as run:
+        for step in range(12):
+            if step == 5:
+                run.swap("powersgd(rank=1, warmup=0)")
+            if step == 9:
+                run.swap("ddp()")
+            weight = torch.randn(30, 40, generator=torch.Generator().manual_seed(1000 * step + rank))
+            loss = (model(torch.eye(40)) * weight.T).sum()
+            torch.autograd.backward(loss)
+            both = [torch.randn(30, 40, generator=torch.Generator().manual_seed(1000 * step + r)) for r in range(2)]
+            truth += torch.stack(both).mean(0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= 9:
+                assert torch.allclose(start - model.module.weight, truth, atol=1e-3), "everything has been applied"
+            else:
+                assert not torch.allclose(start - model.module.weight, truth, atol=1e-1)
+
+
+def test_residuals_pass_on_at_a_swap_or_go_into_the_next_exchange() -> None:
+    ranks(2, swapping)
+
+
+def short(rank: int) -> None:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.warns(UserWarning, match=r"powersgd\(warmup=100\) never began: its warm-up of 100 steps lasted for all 3"):  # noqa: SIM117
+        with laconic.attach(model, optimizer, "powersgd(warmup=100)"):
+            for step in range(3):
+                model(vectors(rank, step)).square().mean().backward()
+                optimizer.step()
+
+
+def test_a_warm_up_that_never_ends_is_said() -> None:
+    ranks(2, short)
