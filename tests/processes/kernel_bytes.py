@@ -1,4 +1,6 @@
-"""Run inside a network namespace of one's own: prints, for each reducer, the bytes counted and the bytes on `lo`.
+"""Run inside a network namespace of one's own: prints the bytes counted and the bytes on `lo`.
+
+For each reducer whose collectives carry enough that framing doesn't matter.
 
 All ranks talk through the namespace's loopback and nothing else does, so its counter is the sum of what they sent.
 """
@@ -19,7 +21,8 @@ from laconic.wire import Ledger, TorchGroup, land
 from tests.laws.reducers import EVERY, Memory, bucket
 from tests.ranks import ranks
 
-COUNT, EXCHANGES = 1 << 20, 10  # 4 MiB of fp32: every collective carries far more than 128 KB
+COUNT, EXCHANGES = 1 << 20, 4  # 4 MiB of fp32
+LARGE = 128 << 10  # below, headers are more than 5 % of it
 
 
 def loopback_up() -> None:
@@ -48,7 +51,8 @@ def measure(rank: int) -> list[tuple[str, int, int]]:
             one = bucket([torch.randn(COUNT)], memory[rank], rank, group.world, step, False)
             land(reducer.reduce(one), group, ledger)
         dist.barrier()
-        rows.append((render(reducer), ledger.total.wire_bytes * group.world, bytes_sent() - before))
+        if ledger.total.payload_bytes >= LARGE * ledger.total.collectives:
+            rows.append((render(reducer), ledger.total.wire_bytes * group.world, bytes_sent() - before))
         dist.barrier()
     return rows
 
