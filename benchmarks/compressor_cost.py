@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import laconic
-from benchmarks.harness import Timing, interleave, report
+from benchmarks.harness import Timing, interleave, peak_extra_bytes, report
 from laconic.bucket import Bucket, Slot, flatten
 from laconic.reducers.base import Reducer
 from laconic.wire import Ledger, TorchGroup, land
@@ -19,6 +19,12 @@ from tests.ranks import ranks_within
 SHAPES = [(768, 768), (768,)] * 4 + [(3072, 768), (3072,), (768,)]  # one transformer block, 4.7 million numbers
 RANKS, REPEATS = [1, 2, 4, 8, 32], 15
 TARGETS = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.65, 32: 0.85}
+OTHERS: dict[str, Reducer] = {
+    "Quantized(8)": laconic.Quantized(8),
+    "Quantized(4)": laconic.Quantized(4),
+    "Float8()": laconic.Float8(),
+    "Cast('fp16')": laconic.Cast("fp16"),
+}
 
 
 @dataclass
@@ -66,47 +72,67 @@ def ours(reducer: Reducer, source: Tensor) -> Callable[[], None]:
     slots: list[Slot] = [{} for _ in SHAPES]
 
     def run() -> None:
-        land(reducer.reduce(Bucket(flat, views, names, slots, group.rank, group.world)), group, ledger).remember()
+        land(reducer.reduce(Bucket(flat, views, names, slots, group.rank, group.world)), group, ledger).finish()
 
     run.prepare = lambda: flat.copy_(source)  # type: ignore[attr-defined]
     return run
 
 
-def measure(rank: int) -> dict[str, Timing]:
-    """Every alternative, on this world."""
-    torch.manual_seed(rank)
-    source = torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES))
-    room = torch.empty_like(source)
-    alternatives: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(source)}
+def alternatives(source: Tensor) -> dict[str, Callable[[], object]]:
+    """What is compared, ours and torch's."""
+    runs: dict[str, Callable[[], object]] = {}
     for r in RANKS:
         state = PowerSGDState(None, matrix_approximation_rank=r, start_powerSGD_iter=2)
-        alternatives[f"torch {r}"] = torch_hook(powerSGD_hook, state, source)
-        alternatives[f"laconic {r}"] = ours(laconic.ErrorFeedback(laconic.PowerSGD(r)), source)
-    alternatives["torch fp16"] = torch_hook(fp16_compress_hook, None, source)
-    alternatives["laconic 8 bits"] = ours(laconic.Quantized(8), source)
-    alternatives["laconic 4 bits"] = ours(laconic.Quantized(4), source)
-    alternatives["laconic fp8"] = ours(laconic.Float8(), source)
-    alternatives["laconic fp16"] = ours(laconic.Cast("fp16"), source)
-    for run in alternatives.values():
-        for _ in range(4):
+        runs[f"torch {r}"] = torch_hook(powerSGD_hook, state, source)
+        runs[f"laconic {r}"] = ours(laconic.ErrorFeedback(laconic.PowerSGD(r)), source)
+    runs["torch fp16"] = torch_hook(fp16_compress_hook, None, source)
+    for label, reducer in OTHERS.items():
+        runs[f"laconic {label}"] = ours(reducer, source)
+    return runs
+
+
+def exchanges(run: Callable[[], object], count: int) -> Callable[[], None]:
+    """So many exchanges, each with fresh gradients."""
+
+    def many() -> None:
+        for _ in range(count):
             getattr(run, "prepare", run)()
             run()
-    return interleave(alternatives, REPEATS, 1)
+
+    return many
+
+
+def numbers() -> Tensor:
+    return torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES))
+
+
+def measure(rank: int) -> dict[str, Timing]:
+    """Seconds of every alternative, on this world."""
+    torch.manual_seed(rank)
+    source = numbers()
+    room = torch.empty_like(source)
+    runs: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(source), **alternatives(source)}
+    for run in runs.values():
+        exchanges(run, 4)()
+    return interleave(runs, REPEATS, 1)
+
+
+def memory(rank: int) -> dict[str, float]:
+    """Peak extra memory of every alternative from its first exchange on, in buckets."""
+    source = numbers()
+    runs = alternatives(source)
+    for run in runs.values():
+        getattr(run, "prepare", run)()  # the bucket's own pages
+    return {name: peak_extra_bytes(exchanges(run, 4)) / source.nbytes for name, run in runs.items()}
 
 
 def main() -> None:
     """One process, and four on the same cores."""
     rows: list[dict[str, object]] = []
     for world in (1, 4):
-        timings = ranks_within(900, world, measure)[0]
+        timings, peaks = ranks_within(900, world, measure)[0], ranks_within(900, world, memory)[0]
         pairs = [(f"PowerSGD({r}) against powerSGD_hook", f"laconic {r}", f"torch {r}", TARGETS[r]) for r in RANKS]
-        for name, label in (
-            ("8 bits", "Quantized(8)"),
-            ("4 bits", "Quantized(4)"),
-            ("fp8", "Float8()"),
-            ("fp16", "Cast('fp16')"),
-        ):
-            pairs.append((f"{label} against fp16_compress_hook", f"laconic {name}", "torch fp16", 3.0))
+        pairs += [(f"{label} against fp16_compress_hook", f"laconic {label}", "torch fp16", 3.0) for label in OTHERS]
         for what, mine, theirs, target in pairs:
             our, their = timings[mine], timings[theirs]
             rows.append(
@@ -119,12 +145,15 @@ def main() -> None:
                     "median, relative": f"{our.median / their.median:.2f}",
                     "target": target,
                     "copies": f"{our.best / timings['copy'].best:.0f}",
+                    "peak, buckets": f"{peaks[mine]:.2f}",
+                    "torch, buckets": f"{peaks[theirs]:.2f}",
                 }
             )
     legend = (
         "Time of one exchange of one transformer block's gradients (19 MB of fp32), error feedback on in both PowerSGDs, over "
         f"gloo on loopback without a limit; {REPEATS} interleaved repeats. 'copies': how many times copying the bucket once "
-        "takes as long, the distance to the memory's own limit."
+        "takes as long, the distance to the memory's own limit. 'peak': the most memory beyond the bucket itself, residual "
+        "included, in sizes of the bucket."
     )
     report("compressor_cost", "The cost of compressing", rows, legend)
 

@@ -1,5 +1,7 @@
 """What benchmarks share: live ranks, interleaved timing, a private slow link, and a table with the machine below it."""
 
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -40,6 +42,21 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, s
             run()
             seconds[name].append((time.perf_counter() - start) / steps)
     return {name: Timing(min(all_), sorted(all_)[len(all_) // 2]) for name, all_ in seconds.items()}
+
+
+def peak_extra_bytes(run: Callable[[], object]) -> int:
+    """How much more memory the process held at most while `run` ran than before: pages, as Linux counts them."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once, or the next peak would hide
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status_bytes("VmRSS")
+    run()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def stack(layers: int, width: int) -> DistributedDataParallel:

@@ -62,7 +62,7 @@ def train(reducer: Reducer, seed: int) -> Outcome:
             buckets.append(Bucket(flat, views, names, memory[worker], worker, WORKERS, step, step))
         results = simulate([reducer.reduce(bucket) for bucket in buckets], ledger)
         for result in results:
-            result.remember()
+            result.finish()
         _apply(optimizer, model, results[0].mean)
     with torch.no_grad():
         accuracy = (model(inputs[held_out]).argmax(1) == labels[held_out]).float().mean().item()

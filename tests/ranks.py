@@ -6,6 +6,7 @@ group of its own. A call that fails or takes too long ends the whole pool: the n
 
 import atexit
 import multiprocessing as mp
+import os
 import pickle
 import tempfile
 import time
@@ -47,6 +48,8 @@ class _Pool:
         self.members: list[tuple[Any, Connection]] = []
 
     def grow(self, size: int) -> None:
+        # One thread a process, and in the threads that torch starts for callbacks too, where set_num_threads doesn't reach.
+        os.environ["OMP_NUM_THREADS"] = "1"
         context = mp.get_context("spawn")
         while len(self.members) < size:
             ours, theirs = context.Pipe()

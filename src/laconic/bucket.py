@@ -15,7 +15,7 @@ Slot: TypeAlias = dict[str, Tensor]
 class Bucket:
     """What a reducer is given: numbers to average, and everything it may know.
 
-    A reducer may overwrite `flat`. It reads `slots` at will, and writes them in `Reduced.remember` alone, so that a step
+    A reducer may overwrite `flat`. It reads `slots` at will, and writes them in `Reduced.finish` alone, so that a step
     that fails half-way leaves the memory of the step before.
     """
 

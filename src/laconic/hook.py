@@ -127,7 +127,7 @@ class GradientHook:
         while flights:
             flights = [flight for flight in flights if flight.step()]
         for airborne in self._air:
-            airborne.flight.result.remember()
+            airborne.flight.result.finish()
             airborne.future.set_result(airborne.flight.result.mean)
         self._expected = [airborne.flight.launched for airborne in self._air]
         self._air = []

@@ -53,15 +53,17 @@ Rounds: TypeAlias = Generator[Collective, Tensor, Answer]
 
 
 def _nothing() -> None:
-    """Nothing to remember, nothing to worry about."""
+    """Nothing to remember, nothing left to do."""
 
 
 class Reduced(NamedTuple):
     """What a reducer's exchange returns."""
 
-    mean: Tensor  # the same bits on every rank of the group
+    mean: Tensor  # the same bits on every rank of the group; to be read after `finish`
     error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
-    remember: Callable[[], None] = _nothing  # writes the reducer's memory; called once the whole step has landed
+    # Called once the whole step has landed and the error has been taken: writes the reducer's memory, and may complete the
+    # mean, even in the error's place, so that no more than one of the two ever takes room.
+    finish: Callable[[], None] = _nothing
     good: Tensor | None = None  # whether the mean is finite, where the reducer knows it more cheaply than by looking
 
 

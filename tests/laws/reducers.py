@@ -43,9 +43,10 @@ def run(
     world, ledger = len(inputs), Ledger()
     buckets = [bucket(inputs[rank], memory[rank], rank, world, step, feedback) for rank in range(world)]
     results = simulate([reducer.reduce(one) for one in buckets], ledger)
+    errors = [None if result.error is None else result.error.clone() for result in results]
     for result in results:
-        result.remember()
-    return results, ledger
+        result.finish()
+    return [result._replace(error=error) for result, error in zip(results, errors, strict=True)], ledger
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import laconic
 from laconic.dryrun import simulate
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
-from laconic.reducers.lowrank import orthonormalise_
+from laconic.reducers.lowrank import orthonormal
 from laconic.reducers.sign import pack, unpack
 from tests.laws.reducers import EVERY, NAMES, Memory, Shapes, bits, bucket, run, tensors
 
@@ -113,7 +113,7 @@ MATRICES: dict[str, Callable[[], Tensor]] = {
 def test_orthonormal_columns_whatever_comes(name: str) -> None:
     torch.manual_seed(1)
     source = MATRICES[name]()
-    basis = orthonormalise_(source.T.clone()[None])[0].T
+    basis = orthonormal(source.T[None])[0].T.float()
     assert basis.isfinite().all()
     gram = basis.double().T @ basis.double()
     assert (gram.diagonal() <= 1.001).all()
@@ -178,7 +178,7 @@ def test_residuals_are_in_units_of_the_unscaled_loss(changes: bool) -> None:
         ones = [bucket([t * scale for t in inputs[rank]], memory[rank], rank, 2, step, False) for rank in range(2)]
         results = simulate([reducer.reduce(replace(one, scale=scale)) for one in ones])
         for result in results:
-            result.remember()
+            result.finish()
         applied, truth = applied + results[0].mean / scale, truth + flat(inputs).mean(0)
     residual = torch.stack([memory[rank]["p0"]["error"] for rank in range(2)]).mean(0)
     assert torch.allclose(applied + residual, truth, atol=2e-5)

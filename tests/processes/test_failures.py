@@ -95,11 +95,11 @@ class Counting(Reducer):
         for _ in range(self.rounds - 1):
             yield AllReduce(torch.zeros(3))
 
-        def remember() -> None:
+        def finish() -> None:
             for slot in bucket.slots:
                 slot["count"] = slot.get("count", torch.zeros(())) + 1
 
-        return Reduced(mean, None, remember)
+        return Reduced(mean, None, finish)
 
 
 def memory_after_failure(rank: int, reducer: Reducer) -> None:

@@ -9,17 +9,7 @@ import torch
 from laconic.bucket import Bucket
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
-from laconic.reducers.lowrank import (
-    Factors,
-    Split,
-    copy_rest,
-    keep_factors,
-    leave_out,
-    matrix_view,
-    product,
-    split,
-    warm,
-)
+from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, matrix_views, rebuild, split, take_rest, warm
 from laconic.wire import AllReduce, Exchange, Reduced
 
 
@@ -56,29 +46,28 @@ class AlternatingPowerSGD(Reducer):
         even = bucket.round % 2 == 0
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
         # In even rounds the basis is Q (rank x columns) and P travels, in odd rounds the other way round.
-        basis = warm(bucket, parts.matrices, "q" if even else "p", even, self.seed, True, parts.wide if even else parts.tall)
-        basis.orthonormalise()
+        basis = warm(bucket, parts, "q" if even else "p", even, self.seed).basis()
         size = parts.tall if even else parts.wide
         message = whole.new_empty(size + parts.plain)
-        sent = Factors(parts.matrices, message[:size], wide=not even)
-        for matrix in parts.matrices:
-            numbers = matrix_view(whole, matrix)
-            torch.mm(basis.of(matrix), numbers.T if even else numbers, out=sent.of(matrix))
-        copy_rest(message[size:], whole, parts, into=False)
-        error = whole if bucket.feedback else None
-        if error is not None:
-            leave_out(error, *((sent, basis) if even else (basis, sent)), parts)
+        sent = Factors(parts, message[:size], wide=not even, across=even)
+        for matrix, vectors, factor in zip(matrix_views(whole, parts), basis.each(), sent.each(), strict=True):
+            if even:
+                torch.mm(matrix, vectors.T, out=factor.T)
+            else:
+                torch.mm(vectors, matrix, out=factor)
+        take_rest(message[size:], whole, parts)
+        if bucket.feedback:
+            leave_out(whole, *((sent, basis) if even else (basis, sent)))
         message = yield AllReduce(message)
 
-        averaged = Factors(parts.matrices, message[:size], wide=not even)
-        mean = whole if error is None else torch.empty_like(whole)
-        product(mean, *((averaged, basis) if even else (basis, averaged)))
-        copy_rest(message[size:], mean, parts, into=True)
-
+        averaged = Factors(parts, message[:size], wide=not even, across=even)
         good = finite(message)
 
-        def remember() -> None:
-            keep_factors(bucket.slots, averaged, "p" if even else "q", good)
+        def finish() -> None:
+            rebuild(whole, *((averaged, basis) if even else (basis, averaged)), message[size:])
+            if whole is not bucket.flat:
+                bucket.flat.copy_(whole)
+            key = "p" if even else "q"
+            keep_factors(bucket.slots, averaged, warm(bucket, parts, key, not even, self.seed), key, good)
 
-        dtype = bucket.flat.dtype
-        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember, good)
+        return Reduced(bucket.flat, whole if bucket.feedback else None, finish, good)

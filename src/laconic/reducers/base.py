@@ -58,7 +58,7 @@ class Reducer(ABC):
 
     `reduce` yields collectives and returns the mean. It does no I/O, knows no process group, and never reads a value into
     Python, so that the same lines run in DDP's backward, in `simulate` and, on meta tensors, in `predict`. Its memory is in
-    `bucket.slots`, written by the function that it returns as `remember`.
+    `bucket.slots`, written by the function that it returns as `finish`.
     """
 
     @abstractmethod

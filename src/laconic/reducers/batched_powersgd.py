@@ -46,5 +46,10 @@ class BatchedPowerSGD(Reducer):
         # The square's memory is kept with the bucket's first parameter.
         one = replace(bucket, flat=square, views=[square.view(side, side)], names=bucket.names[:1], slots=bucket.slots[:1])
         inner = PowerSGD(self.rank, min_compression_rate=1, warm_start=self.warm_start, seed=self.seed)
-        mean, error, remember, good = yield from inner.reduce(one)
-        return Reduced(flat.copy_(mean[:count]), None if error is None else error[:count], remember, good)
+        mean, error, finish, good = yield from inner.reduce(one)
+
+        def unpad() -> None:
+            finish()
+            flat.copy_(mean[:count])
+
+        return Reduced(flat, None if error is None else error[:count], unpad, good)

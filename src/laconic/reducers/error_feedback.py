@@ -46,10 +46,9 @@ class ErrorFeedback(Reducer):
         kept = joined(bucket, "error")
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(self.decay * bucket.scale, kept))
-        mean, error, remember, good = yield from self.inner.reduce(replace(bucket, feedback=True))
+        mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True))
 
-        def keep() -> None:
-            remember()
+        def take() -> None:
             if error is None and kept is None:
                 return
             memory = kept if kept is not None else joined(bucket, "error", create=True)
@@ -58,6 +57,10 @@ class ErrorFeedback(Reducer):
             if isinstance(bucket.scale, Tensor):
                 left = left.div_(bucket.scale)
             replace_if(finite(mean) if good is None else good, memory, left)
+
+        def keep() -> None:
+            take()
+            finish()
 
         return Reduced(mean, None, keep, good)
 
@@ -87,10 +90,10 @@ class Release(Reducer):
         kept = joined(bucket, "error")
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
-        mean, error, remember, good = yield from self.inner.reduce(bucket)
+        mean, error, finish, good = yield from self.inner.reduce(bucket)
 
         def forget() -> None:
-            remember()
+            finish()
             if kept is not None:
                 kept.mul_((finite(mean) if good is None else good).logical_not())
 

@@ -1,8 +1,9 @@
 """Parameters as matrices, and bases of their columns: what the PowerSGD family has in common."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -13,15 +14,13 @@ from laconic.reducers.randomness import normal
 
 
 class Matrix(NamedTuple):
-    """One parameter of a bucket, seen as rows x columns, and its factors' place among those of all matrices."""
+    """One parameter of a bucket, seen as rows x columns."""
 
     place: int  # which parameter of the bucket
     start: int
     rows: int
     columns: int
     rank: int
-    tall: int  # where its rank x rows factor starts
-    wide: int  # where its rank x columns factor starts
 
 
 class Split(NamedTuple):
@@ -31,11 +30,8 @@ class Split(NamedTuple):
     rest: tuple[tuple[int, int], ...]
     tall: int  # numbers in all rank x rows factors
     wide: int
-
-    @property
-    def plain(self) -> int:
-        """Numbers that are sent as they are."""
-        return sum(stop - start for start, stop in self.rest)
+    plain: int  # numbers that are sent as they are
+    runs: tuple[int, ...]  # how many matrices of the same shape follow each other
 
 
 def split(bucket: Bucket, rank: int, min_compression_rate: float) -> Split:
@@ -45,7 +41,7 @@ def split(bucket: Bucket, rank: int, min_compression_rate: float) -> Split:
 
 @lru_cache(maxsize=1024)
 def _split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: float) -> Split:
-    chosen: list[tuple[int, int, int, int, int]] = []  # rows, columns, index, start, rank
+    chosen: list[Matrix] = []
     rest: list[tuple[int, int]] = []
     start = 0
     for index, shape in enumerate(shapes):
@@ -53,123 +49,136 @@ def _split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate:
         rows, columns = (shape[0], size // shape[0]) if len(shape) > 1 and size else (0, 0)
         kept = min(rank, rows, columns)
         if kept * (rows + columns) * min_compression_rate < rows * columns:
-            chosen.append((rows, columns, index, start, kept))
+            chosen.append(Matrix(index, start, rows, columns, kept))
         elif rest and rest[-1][1] == start:
             rest[-1] = (rest[-1][0], start + size)
         else:
             rest.append((start, start + size))
         start += size
-    matrices: list[Matrix] = []
-    tall = wide = 0
-    for rows, columns, index, begin, kept in sorted(chosen):
-        matrices.append(Matrix(index, begin, rows, columns, kept, tall, wide))
-        tall, wide = tall + rows * kept, wide + columns * kept
-    return Split(tuple(matrices), tuple(rest), tall, wide)
+    chosen.sort(key=lambda m: (m.rows, m.columns, m.place))
+    return Split(
+        tuple(chosen),
+        tuple(rest),
+        sum(m.rows * m.rank for m in chosen),
+        sum(m.columns * m.rank for m in chosen),
+        sum(stop - begin for begin, stop in rest),
+        tuple(len(list(run)) for _, run in groupby(chosen, key=lambda m: (m.rows, m.columns))),
+    )
 
 
 @dataclass(frozen=True)
 class Factors:
-    """One factor of each matrix of a bucket, in one flat tensor.
+    """One factor of each matrix of a bucket, rank x side, in one flat tensor.
 
-    They are kept as rank x side, vectors in rows: with the thin side first, matrix products were 3 to 10 times as fast
-    (ranks 2 to 8, one core) as with it last.
+    In memory a factor lies vector by vector, or across: side x rank, which is what M Q comes out as. Which of the two goes
+    into a product is worth a factor of 2 to 8 of its time (ranks 2 to 8, one core).
     """
 
-    matrices: Sequence[Matrix]
+    parts: Split
     flat: Tensor
     wide: bool  # rank x columns, else rank x rows
+    across: bool = False
 
-    def of(self, matrix: Matrix) -> Tensor:
-        side, start = (matrix.columns, matrix.wide) if self.wide else (matrix.rows, matrix.tall)
-        return self.flat[start : start + side * matrix.rank].view(matrix.rank, side)
+    def batches(self) -> Iterator[Tensor]:
+        """The factors as (matrices, rank, side), one batch for each run of equal shapes."""
+        first = start = 0
+        for count in self.parts.runs:
+            matrix = self.parts.matrices[first]
+            side, rank = matrix.columns if self.wide else matrix.rows, matrix.rank
+            piece = self.flat[start : start + count * rank * side]
+            yield piece.view(count, side, rank).mT if self.across else piece.view(count, rank, side)
+            first, start = first + count, start + piece.numel()
 
-    def orthonormalise(self) -> None:
-        """Every factor's vectors, in batches of equal shapes."""
-        done = 0
-        while done < len(self.matrices):
-            first = self.matrices[done]
-            same = [m for m in self.matrices[done:] if (m.rows, m.columns, m.rank) == (first.rows, first.columns, first.rank)]
-            one = self.of(first)
-            start = first.wide if self.wide else first.tall
-            orthonormalise_(self.flat[start : start + len(same) * one.numel()].view(len(same), *one.shape))
-            done += len(same)
+    def each(self) -> list[Tensor]:
+        """The factors one by one, in the order of the matrices."""
+        return [factor for batch in self.batches() for factor in batch.unbind()]
+
+    def basis(self) -> "Factors":
+        """Orthonormal vectors that span the same."""
+        bases = Factors(self.parts, torch.empty_like(self.flat), self.wide)
+        for vectors, basis in zip(self.batches(), bases.batches(), strict=True):
+            basis.copy_(orthonormal(vectors))
+        return bases
 
 
-def orthonormalise_(batch: Tensor) -> Tensor:
-    """Replace the rows of each matrix by an orthonormal basis, in place, whatever they are.
+def orthonormal(batch: Tensor) -> Tensor:
+    """An orthonormal basis of the rows of each matrix, whatever they are, in fp64.
 
-    By Cholesky of the Gram matrix, in fp64 and after scaling each row by its largest entry: no square overflows, and fp32's
-    whole range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a row that depends on
-    those before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
+    By Cholesky of the Gram matrix G of the normalised rows: in fp64 no square of an fp32 number overflows, and fp32's whole
+    range of conditions fits. A ridge at the limit of fp32's own rounding keeps it solvable: a row that depends on those
+    before it comes out small instead of as noise, zeros stay zeros, and what is not finite stays so.
     """
-    if batch.numel() == 0:
-        return batch
     rows = batch.double()
-    rows = rows / rows.abs().amax(2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    if batch.shape[1] == 1:
-        norm = rows.square().sum(2, keepdim=True).sqrt()
-        return batch.copy_(rows / norm.clamp_min(1e-30))
     gram = rows @ rows.mT
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    diagonal += 1e-13 * diagonal.sum(1, keepdim=True) + 1e-60
-    lower = torch.linalg.cholesky_ex(gram).L
-    basis = torch.linalg.solve_triangular(lower, rows, upper=False)
+    norm = gram.diagonal(dim1=1, dim2=2).sqrt().clamp_min(1e-100).unsqueeze(2)
+    if batch.shape[1] == 1:
+        return rows / norm
+    gram = gram / norm / norm.mT
+    ridge = 1e-13 * batch.shape[1] + 1e-60
+    unit = torch.eye(batch.shape[1], dtype=rows.dtype, device=rows.device)
+    lower = torch.linalg.cholesky_ex(gram + ridge * unit).L
+    inverse = torch.linalg.solve_triangular(lower, unit.expand_as(gram), upper=False)
     # The ridge shortens a row that was nearly dependent. It gets its length back unless it is mostly rounding.
-    length = basis.square().sum(2, keepdim=True).sqrt()
-    return batch.copy_(torch.where(length > 0.7, basis / length, basis))
+    length = ((inverse @ gram) * inverse).sum(2, keepdim=True).clamp_min(0).sqrt()
+    inverse = torch.where(length > 0.7, inverse / length, inverse)
+    return (inverse / norm.mT) @ rows
 
 
-def warm(bucket: Bucket, matrices: Sequence[Matrix], key: str, wide: bool, seed: int, keep: bool, size: int) -> Factors:
+def warm(bucket: Bucket, parts: Split, key: str, wide: bool, seed: int, keep: bool = True) -> Factors:
     """The factors that the last exchange left, or, at first and without warm start, random ones that all ranks draw alike."""
-    flat = bucket.flat.new_empty(size, dtype=torch.float32)
-    factors = Factors(matrices, flat, wide)
-    for matrix in matrices:
-        factor, slot = factors.of(matrix), bucket.slots[matrix.place]
-        old = slot.get(key) if keep else None
-        if old is not None and old.shape == factor.shape:
-            factor.copy_(old)
-        else:
+    pieces = []
+    for matrix in parts.matrices:
+        side = matrix.columns if wide else matrix.rows
+        old = bucket.slots[matrix.place].get(key) if keep else None
+        if old is None or old.shape != (matrix.rank, side):
             when = 0 if keep else bucket.round
-            factor.copy_(normal(tuple(factor.shape), flat.device, seed, when, key, bucket.names[matrix.place]))
-    return factors
+            old = normal((matrix.rank, side), bucket.flat.device, seed, when, key, bucket.names[matrix.place])
+        pieces.append(old.reshape(-1))
+    return Factors(parts, torch.cat(pieces), wide)
 
 
-def keep_factors(slots: Sequence[Slot], factors: Factors, key: str, good: Tensor) -> None:
-    """Remember factors for the next exchange; a vector of zeros, or anything after a bad step, leaves what was there.
+def keep_factors(slots: Sequence[Slot], new: Factors, old: Factors, key: str, good: Tensor) -> None:
+    """Remember factors for the next exchange; instead of a vector of zeros, or of anything after a bad step, the old one.
 
     (A zero vector would stay zero for ever: zero times the next gradient.)
     """
-    for matrix in factors.matrices:
-        new, slot = factors.of(matrix), slots[matrix.place]
-        old = slot.get(key)
-        if old is None or old.shape != new.shape:
-            old = normal(tuple(new.shape), new.device, 1, key, matrix.place)
-        slot[key] = torch.where(good & (new != 0).any(1, keepdim=True), new, old)
+    kept: list[Tensor] = []
+    for vectors, before in zip(new.batches(), old.batches(), strict=True):
+        kept += torch.where(good & (vectors != 0).any(2, keepdim=True), vectors, before).unbind()
+    for matrix, factor in zip(new.parts.matrices, kept, strict=True):
+        slots[matrix.place][key] = factor
 
 
-def matrix_view(flat: Tensor, matrix: Matrix) -> Tensor:
-    """A parameter's numbers as rows x columns, in the order in which they lie."""
-    return flat[matrix.start : matrix.start + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+def matrix_views(flat: Tensor, parts: Split) -> list[Tensor]:
+    """The matrices, rows x columns, in the order in which their numbers lie."""
+    return [flat[m.start : m.start + m.rows * m.columns].view(m.rows, m.columns) for m in parts.matrices]
 
 
-def product(out: Tensor, p: Factors, q: Factors) -> None:
-    """Every matrix as the product of its factors."""
-    for matrix in p.matrices:
-        torch.mm(p.of(matrix).T, q.of(matrix), out=matrix_view(out, matrix))
+def rebuild(whole: Tensor, p: Factors, q: Factors, rest: Tensor) -> None:
+    """Every matrix as the product of its factors, and between them what was sent as it is."""
+    for matrix, tall, wide in zip(matrix_views(whole, p.parts), p.each(), q.each(), strict=True):
+        torch.mm(tall.T, wide, out=matrix)
+    for span, piece in zip(_spans(whole, p.parts), _pieces(rest, p.parts), strict=True):
+        span.copy_(piece)
 
 
-def leave_out(whole: Tensor, p: Factors, q: Factors, parts: Split) -> None:
+def leave_out(whole: Tensor, p: Factors, q: Factors) -> None:
     """Take the product of the factors away, in place; of what is sent as it is, nothing is left."""
-    for matrix in parts.matrices:
-        matrix_view(whole, matrix).addmm_(p.of(matrix).T, q.of(matrix), alpha=-1)
-    for start, stop in parts.rest:
-        whole[start:stop] = 0
+    for matrix, tall, wide in zip(matrix_views(whole, p.parts), p.each(), q.each(), strict=True):
+        matrix.addmm_(tall.T, wide, alpha=-1)
+    for span in _spans(whole, p.parts):
+        span.zero_()
 
 
-def copy_rest(message: Tensor, whole: Tensor, parts: Split, *, into: bool) -> None:
-    """The numbers that are no matrices: from `whole` to the message, or back into it."""
-    position = 0
-    for start, stop in parts.rest:
-        piece, span = message[position : position + stop - start], whole[start:stop]
-        span.copy_(piece) if into else piece.copy_(span)
-        position += stop - start
+def take_rest(message: Tensor, whole: Tensor, parts: Split) -> None:
+    """The numbers that are no matrices, into the message."""
+    if parts.rest:
+        torch.cat(_spans(whole, parts), out=message)
+
+
+def _spans(whole: Tensor, parts: Split) -> list[Tensor]:
+    return [whole[start:stop] for start, stop in parts.rest]
+
+
+def _pieces(message: Tensor, parts: Split) -> Sequence[Tensor]:
+    return message.split([stop - start for start, stop in parts.rest]) if parts.rest else ()

@@ -9,17 +9,7 @@ import torch
 from laconic.bucket import Bucket
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
-from laconic.reducers.lowrank import (
-    Factors,
-    Split,
-    copy_rest,
-    keep_factors,
-    leave_out,
-    matrix_view,
-    product,
-    split,
-    warm,
-)
+from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, matrix_views, rebuild, split, take_rest, warm
 from laconic.wire import AllReduce, Exchange, Reduced
 
 
@@ -59,32 +49,29 @@ class PowerSGD(Reducer):
 
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
+        matrices = matrix_views(whole, parts)
+        old = warm(bucket, parts, "q", True, self.seed, self.warm_start)
         first = whole.new_empty(parts.tall + parts.plain)
-        p = Factors(parts.matrices, first[: parts.tall], wide=False)
-        q = warm(bucket, parts.matrices, "q", True, self.seed, self.warm_start, parts.wide)
-        for matrix in parts.matrices:
-            torch.mm(q.of(matrix), matrix_view(whole, matrix).T, out=p.of(matrix))
-        copy_rest(first[parts.tall :], whole, parts, into=False)
+        p = Factors(parts, first[: parts.tall], wide=False, across=True)
+        for matrix, q_, p_ in zip(matrices, old.each(), p.each(), strict=True):
+            torch.mm(matrix, q_.T, out=p_.T)
+        take_rest(first[parts.tall :], whole, parts)
         first = yield AllReduce(first)
 
-        p = Factors(parts.matrices, first[: parts.tall], wide=False)
-        p.orthonormalise()
-        for matrix in parts.matrices:
-            torch.mm(p.of(matrix), matrix_view(whole, matrix), out=q.of(matrix))
-        error = whole if bucket.feedback else None
-        if error is not None:
-            leave_out(error, p, q, parts)
-        q = Factors(parts.matrices, (yield AllReduce(q.flat)), wide=True)
-
-        mean = whole if error is None else torch.empty_like(whole)
-        product(mean, p, q)
-        copy_rest(first[parts.tall :], mean, parts, into=True)
-
+        p = Factors(parts, first[: parts.tall], wide=False, across=True).basis()
+        q = Factors(parts, torch.empty_like(old.flat), wide=True)
+        for matrix, p_, q_ in zip(matrices, p.each(), q.each(), strict=True):
+            torch.mm(p_, matrix, out=q_)
+        if bucket.feedback:
+            leave_out(whole, p, q)
+        q = Factors(parts, (yield AllReduce(q.flat)), wide=True)
         good = finite(first) & finite(q.flat)
 
-        def remember() -> None:
+        def finish() -> None:
+            rebuild(whole, p, q, first[parts.tall :])
+            if whole is not bucket.flat:
+                bucket.flat.copy_(whole)
             if self.warm_start:
-                keep_factors(bucket.slots, q, "q", good)
+                keep_factors(bucket.slots, q, old, "q", good)
 
-        dtype = bucket.flat.dtype
-        return Reduced(mean.to(dtype), error if error is None else error.to(dtype), remember, good)
+        return Reduced(bucket.flat, whole if bucket.feedback else None, finish, good)
