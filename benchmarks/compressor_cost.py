@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,10 @@ from benchmarks.harness import Timing, interleave, peak_extra_bytes, report
 from laconic.bucket import Bucket, Slot, flatten
 from laconic.reducers.base import Reducer
 from laconic.wire import Ledger, TorchGroup, land
-from tests.ranks import ranks_within
+from tests.ranks import last_ranks, ranks_within
 
 SHAPES = [(768, 768), (768,)] * 4 + [(3072, 768), (3072,), (768,)]  # one transformer block, 4.7 million numbers
-RANKS, REPEATS = [1, 2, 4, 8, 32], 15
+RANKS, REPEATS = [1, 2, 4, 8, 32], 40
 TARGETS = {1: 0.5, 2: 0.5, 4: 0.5, 8: 0.65, 32: 0.85}
 OTHERS: dict[str, Reducer] = {
     "Quantized(8)": laconic.Quantized(8),
@@ -78,16 +79,16 @@ def ours(reducer: Reducer, source: Tensor) -> Callable[[], None]:
     return run
 
 
-def alternatives(source: Tensor) -> dict[str, Callable[[], object]]:
-    """What is compared, ours and torch's."""
-    runs: dict[str, Callable[[], object]] = {}
+def alternatives(source: Tensor) -> dict[str, Callable[[], Callable[[], None]]]:
+    """What is compared, ours and torch's, each built when it is called for."""
+    runs: dict[str, Callable[[], Callable[[], None]]] = {}
     for r in RANKS:
         state = PowerSGDState(None, matrix_approximation_rank=r, start_powerSGD_iter=2)
-        runs[f"torch {r}"] = torch_hook(powerSGD_hook, state, source)
-        runs[f"laconic {r}"] = ours(laconic.ErrorFeedback(laconic.PowerSGD(r)), source)
-    runs["torch fp16"] = torch_hook(fp16_compress_hook, None, source)
+        runs[f"torch {r}"] = partial(torch_hook, powerSGD_hook, state, source)
+        runs[f"laconic {r}"] = partial(ours, laconic.ErrorFeedback(laconic.PowerSGD(r)), source)
+    runs["torch fp16"] = partial(torch_hook, fp16_compress_hook, None, source)
     for label, reducer in OTHERS.items():
-        runs[f"laconic {label}"] = ours(reducer, source)
+        runs[f"laconic {label}"] = partial(ours, reducer, source)
     return runs
 
 
@@ -103,6 +104,7 @@ def exchanges(run: Callable[[], object], count: int) -> Callable[[], None]:
 
 
 def numbers() -> Tensor:
+    """One transformer block's gradients."""
     return torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES))
 
 
@@ -111,26 +113,27 @@ def measure(rank: int) -> dict[str, Timing]:
     torch.manual_seed(rank)
     source = numbers()
     room = torch.empty_like(source)
-    runs: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(source), **alternatives(source)}
+    runs: dict[str, Callable[[], object]] = {"copy": lambda: room.copy_(source)}
+    runs |= {name: build() for name, build in alternatives(source).items()}
     for run in runs.values():
         exchanges(run, 4)()
     return interleave(runs, REPEATS, 1)
 
 
-def memory(rank: int) -> dict[str, float]:
-    """Peak extra memory of every alternative from its first exchange on, in buckets."""
+def memory(rank: int, name: str) -> float:
+    """Peak extra memory of one alternative from its first exchange on, in buckets; in a process that has done nothing else."""
     source = numbers()
-    runs = alternatives(source)
-    for run in runs.values():
-        getattr(run, "prepare", run)()  # the bucket's own pages
-    return {name: peak_extra_bytes(exchanges(run, 4)) / source.nbytes for name, run in runs.items()}
+    run = alternatives(source)[name]()
+    getattr(run, "prepare", run)()  # the bucket's own pages
+    return peak_extra_bytes(exchanges(run, 4)) / source.nbytes
 
 
 def main() -> None:
     """One process, and four on the same cores."""
     rows: list[dict[str, object]] = []
     for world in (1, 4):
-        timings, peaks = ranks_within(900, world, measure)[0], ranks_within(900, world, memory)[0]
+        timings = ranks_within(900, world, measure)[0]
+        peaks = {name: last_ranks(world, memory, name)[0] for name in timings if name != "copy"}
         pairs = [(f"PowerSGD({r}) against powerSGD_hook", f"laconic {r}", f"torch {r}", TARGETS[r]) for r in RANKS]
         pairs += [(f"{label} against fp16_compress_hook", f"laconic {label}", "torch fp16", 3.0) for label in OTHERS]
         for what, mine, theirs, target in pairs:

@@ -46,8 +46,10 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, s
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:
     """How much more memory the process held at most while `run` ran than before: pages, as Linux counts them."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once, or the next peak would hide
     gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once,
+    libc.malloc_trim(0)  # and so does what was freed before; else a peak would hide in it
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status_bytes("VmRSS")
     run()

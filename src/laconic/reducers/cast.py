@@ -7,7 +7,7 @@ from typing import Literal, Self
 import torch
 
 from laconic.bucket import Bucket
-from laconic.reducers.base import Reducer
+from laconic.reducers.base import Reducer, finite
 from laconic.wire import AllGather, AllReduce, AllToAll, Exchange, Reduced
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,10 +57,11 @@ class Cast(Reducer):
         message[:count] = flat if scale == 1 else flat.mul_(scale)
         error = flat.sub_(message[:count]).mul_(1 / scale) if bucket.feedback else None
 
-        if self.accumulate == "wire":
+        if self.accumulate == "wire" or world == 1:  # alone, there is nothing to sum
             mean = yield AllReduce(message)
         else:
             rows = yield AllToAll(message.view(world, -1))
+            del message  # here and below: what has been read makes room for what comes
             total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
             for row in rows[1:]:
                 total += row
@@ -68,10 +69,13 @@ class Cast(Reducer):
             if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
                 own = error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
                 own.add_(total.sub_(mine)[: len(own)], alpha=world)
+            del rows, row, total
             mean = (yield AllGather(mine)).view(-1)
 
-        out = flat if error is None else torch.empty_like(flat)
-        return Reduced(out.copy_(mean[:count]), error)
+        def finish() -> None:
+            flat.copy_(mean[:count])
+
+        return Reduced(flat, error, finish, finite(mean[:count]))
 
     def _scale(self, dtype: torch.dtype, world: int) -> float:
         # fp16 is sent as fp16, as it is: identical replicas then come back bit for bit.

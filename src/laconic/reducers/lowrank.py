@@ -181,4 +181,4 @@ def _spans(whole: Tensor, parts: Split) -> list[Tensor]:
 
 
 def _pieces(message: Tensor, parts: Split) -> Sequence[Tensor]:
-    return message.split([stop - start for start, stop in parts.rest]) if parts.rest else ()
+    return torch.split(message, [stop - start for start, stop in parts.rest]) if parts.rest else ()
