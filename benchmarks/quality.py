@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import laconic
 from benchmarks.harness import report
 from laconic.bucket import Bucket, Slot, flatten
+from laconic.composition import render
 from laconic.dryrun import simulate
-from laconic.recipes import render
 from laconic.reducers.base import Reducer
 from laconic.wire import Ledger
 

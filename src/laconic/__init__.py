@@ -10,19 +10,32 @@ if TYPE_CHECKING:
     from laconic.agreement import UnevenError as UnevenError
     from laconic.bucket import Bucket as Bucket
     from laconic.bucket import Slot as Slot
+    from laconic.composition import Averaging as Averaging
+    from laconic.composition import Deltas as Deltas
+    from laconic.composition import Strategy as Strategy
     from laconic.dryrun import simulate as simulate
     from laconic.forecast import predict as predict
-    from laconic.recipes import Strategy as Strategy
+    from laconic.outer import Adopt as Adopt
+    from laconic.outer import Nesterov as Nesterov
+    from laconic.outer import Outer as Outer
+    from laconic.outer import SlowMo as SlowMo
     from laconic.recipes import bf16 as bf16
     from laconic.recipes import ddp as ddp
+    from laconic.recipes import diloco as diloco
     from laconic.recipes import fp8 as fp8
     from laconic.recipes import fp16 as fp16
+    from laconic.recipes import hierarchical_sgd as hierarchical_sgd
     from laconic.recipes import int4 as int4
     from laconic.recipes import int8 as int8
+    from laconic.recipes import local_sgd as local_sgd
+    from laconic.recipes import post_local_sgd as post_local_sgd
     from laconic.recipes import powersgd as powersgd
     from laconic.recipes import randomk as randomk
     from laconic.recipes import sign as sign
     from laconic.recipes import silent as silent
+    from laconic.recipes import slowmo as slowmo
+    from laconic.recipes import sparseloco as sparseloco
+    from laconic.recipes import streaming_diloco as streaming_diloco
     from laconic.recipes import topk as topk
     from laconic.reducers.alternating import AlternatingPowerSGD as AlternatingPowerSGD
     from laconic.reducers.base import Reducer as Reducer
@@ -42,6 +55,7 @@ if TYPE_CHECKING:
     from laconic.run import Run as Run
     from laconic.run import Stats as Stats
     from laconic.run import attach as attach
+    from laconic.schedules import QSR as QSR
     from laconic.schedules import Every as Every
     from laconic.schedules import Never as Never
     from laconic.spec import strategy as strategy
@@ -59,7 +73,28 @@ _HOME = {
     "bucket": ["Bucket", "Slot"],
     "dryrun": ["simulate"],
     "forecast": ["predict"],
-    "recipes": ["Strategy", "bf16", "ddp", "fp16", "fp8", "int4", "int8", "powersgd", "randomk", "sign", "silent", "topk"],
+    "composition": ["Averaging", "Deltas", "Strategy"],
+    "outer": ["Adopt", "Nesterov", "Outer", "SlowMo"],
+    "recipes": [
+        "bf16",
+        "ddp",
+        "diloco",
+        "fp16",
+        "fp8",
+        "hierarchical_sgd",
+        "int4",
+        "int8",
+        "local_sgd",
+        "post_local_sgd",
+        "powersgd",
+        "randomk",
+        "sign",
+        "silent",
+        "slowmo",
+        "sparseloco",
+        "streaming_diloco",
+        "topk",
+    ],
     "reducers.alternating": ["AlternatingPowerSGD"],
     "reducers.base": ["Reducer"],
     "reducers.batched_powersgd": ["BatchedPowerSGD"],
@@ -75,7 +110,7 @@ _HOME = {
     "reducers.warmup": ["Warmup"],
     "routes": ["Route"],
     "run": ["Run", "Stats", "attach"],
-    "schedules": ["Every", "Never"],
+    "schedules": ["Every", "Never", "QSR"],
     "spec": ["strategy"],
     "wire": ["AllGather", "AllReduce", "AllToAll", "Exchange", "Reduced", "Traffic"],
 }

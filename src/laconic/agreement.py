@@ -72,6 +72,23 @@ def pulse(going: bool, device: torch.device) -> Rounds[list[bool]]:
     return [bool(row) for row in rows.flatten().tolist()]
 
 
+class Roll(NamedTuple):
+    """What ranks tell each other at a sync."""
+
+    step: int
+    rates: list[float]  # learning rates, as the first rank has them
+
+
+def roll(step: int, rates: Sequence[float], group: TorchGroup, device: torch.device) -> Rounds[Roll]:
+    """Make sure that all ranks are at the same step, and agree on learning rates."""
+    rows = (yield AllGather(torch.tensor([step, *rates], dtype=torch.float64, device=device))).tolist()
+    steps = [int(row[0]) for row in rows]
+    if len(set(steps)) > 1:
+        made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(group.members, steps, strict=True))
+        raise UnevenError(f"the ranks are not in step: {made}")
+    return Roll(step, rows[0][1:])
+
+
 class Report(NamedTuple):
     """What a rank lets the others know when it leaves, one way or the other."""
 

@@ -1,17 +1,19 @@
 """Averaging of parameters, in place."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, flatten, local, pack, unflatten
+from laconic.bucket import Bucket, local, stored
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
 from laconic.reducers.exact import Exact
-from laconic.wire import AllGather, Exchange, Group, Ledger, Reduced, land
+from laconic.wire import AllGather, Exchange, Flight, Group, Ledger, Reduced
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
+WINDOW = 4  # chunks in the air at a time: while some travel, another is filled or emptied
 
 
 class ParameterAverager:
@@ -20,33 +22,76 @@ class ParameterAverager:
     Maths: fp32 by an all-reduce; 16-bit tensors travel in their own dtype and are summed in fp32, so that averaging
     identical replicas changes no bit. Of integers, such as the counters of BatchNorm, the largest is taken.
     Bytes: 2(N-1)/N * n * itemsize; of integers (N-1) * n * itemsize.
+    Memory: a few chunks of 4 MiB, however large the tensors are.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
-        self._names = list(tensors)
         self._tensors = [local(tensor) for tensor in tensors.values()]
         self._ledger = ledger
 
-    @torch.no_grad()
     def average(self, group: Group) -> None:
         """All ranks of the group together."""
-        for run in pack(self._tensors, CHUNK_BYTES):
-            targets = [self._tensors[index] for index in run]
-            names = [self._names[index] for index in run]
-            flat, views = flatten(targets)
-            bucket = Bucket(flat, views, names, [{} for _ in run], group.rank, group.world)
-            mean = land(_exchange(bucket), group, self._ledger).mean
-            for target, piece in zip(targets, unflatten(mean, targets), strict=True):
-                target.copy_(piece)
+        self._replace(group, mean)
+
+    def adopt_first(self, group: Group) -> None:
+        """Instead of the mean, what the group's first rank has. Bytes: (N-1) * n * itemsize."""
+        self._replace(group, _first)
+
+    @torch.no_grad()
+    def _replace(self, group: Group, exchange: Callable[[Tensor, int, int], Exchange]) -> None:
+        views = [stored(tensor) for tensor in self._tensors]
+        flats = [tensor.flatten() if view is None else view for tensor, view in zip(self._tensors, views, strict=True)]
+        air: deque[tuple[Flight[Reduced], Sequence[Tensor]]] = deque()
+        for pieces in chunks(flats):
+            if len(air) == WINDOW:
+                _land(*air.popleft())
+            flight = Flight(exchange(torch.cat(list(pieces)), group.rank, group.world), group, self._ledger)
+            air.append((flight, pieces))
+        while air:
+            _land(*air.popleft())
+        for tensor, view, flat in zip(self._tensors, views, flats, strict=True):
+            if view is None:  # it has gaps in memory, and was copied
+                tensor.copy_(flat.view(tensor.shape))
 
 
-def _exchange(bucket: Bucket) -> Exchange:
-    dtype = bucket.flat.dtype
-    if not dtype.is_floating_point:
-        return _largest(bucket.flat)
-    reducer: Reducer = next((Cast(name) for name, known in DTYPES.items() if known == dtype), Exact())
-    return reducer.reduce(bucket)
+def chunks(flats: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Pieces of flat tensors, of one dtype and device and `CHUNK_BYTES` at most together; large tensors are cut."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for flat in flats:
+        kinds.setdefault((flat.dtype, flat.device), []).append(flat)
+    for (dtype, _), alike in kinds.items():
+        limit, chunk, room = CHUNK_BYTES // dtype.itemsize, [], CHUNK_BYTES // dtype.itemsize  # type: int, list[Tensor], int
+        for flat in alike:
+            while flat.numel():
+                piece, flat = flat[:room], flat[room:]
+                chunk.append(piece)
+                room -= piece.numel()
+                if room == 0:
+                    yield chunk
+                    chunk, room = [], limit
+        if chunk:
+            yield chunk
+
+
+def mean(flat: Tensor, rank: int, world: int) -> Exchange:
+    """The exchange that averages one chunk."""
+    if not flat.dtype.is_floating_point:
+        return _largest(flat)
+    reducer: Reducer = next((Cast(name) for name, known in DTYPES.items() if known == flat.dtype), Exact())
+    return reducer.reduce(Bucket(flat, [flat], [""], [{}], rank, world))
 
 
 def _largest(flat: Tensor) -> Exchange:
     return Reduced((yield AllGather(flat)).amax(0))
+
+
+def _first(flat: Tensor, rank: int, world: int) -> Exchange:
+    return Reduced((yield AllGather(flat))[0])
+
+
+def _land(flight: Flight[Reduced], pieces: Sequence[Tensor]) -> None:
+    while flight.step():
+        pass
+    flight.result.finish()
+    for target, piece in zip(pieces, torch.split(flight.result.mean, [piece.numel() for piece in pieces]), strict=True):
+        target.copy_(piece)

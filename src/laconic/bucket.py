@@ -63,6 +63,19 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
+def stored(tensor: Tensor) -> Tensor | None:
+    """A tensor's numbers as one flat view, in the order in which they lie in memory; None where they have gaps there."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    strides = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    dense = 1
+    for stride, size in strides:
+        if stride != dense:
+            return None
+        dense *= size
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Copy tensors of one dtype and device into one flat tensor; returns it and its views."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])

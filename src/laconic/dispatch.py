@@ -30,6 +30,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self.target: GradientHook | None = None
         self.muted = False  # a local phase: no collective in forward or backward
+        self.apart = False  # a phase of gradients within subgroups: no broadcast of buffers over all
         self.on_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self._plain: GradientHook | None = None
         self._flags: tuple[bool, bool] | None = None  # DDP's own, while a muted forward runs
@@ -70,12 +71,14 @@ class Dispatcher:
         callback = self.on_forward() if self.on_forward else None
         if callback is not None:
             callback()
+        self._flags = (ddp.require_backward_grad_sync, ddp.forward_sync_buffers)
         if self.muted:
             # DDP decides in forward whether the backward will communicate. So its flags are put down for just as long, and
             # `no_sync`, which saves and restores one of them, never sees ours. They stop the all-reduce of
             # `find_unused_parameters` and the broadcast of buffers, too.
-            self._flags = (ddp.require_backward_grad_sync, ddp.forward_sync_buffers)
-            ddp.require_backward_grad_sync = ddp.forward_sync_buffers = False
+            ddp.require_backward_grad_sync = False
+        if self.muted or self.apart:
+            ddp.forward_sync_buffers = False
 
     def after_forward(self, ddp: DistributedDataParallel, inputs: object, output: object) -> None:
         if self._flags is not None:
@@ -87,7 +90,7 @@ class Dispatcher:
         if self.target is not None:
             self.target.settle()
         self.target = self.on_forward = None
-        self.muted = False
+        self.muted = self.apart = False
 
     def __deepcopy__(self, memo: object) -> "Dispatcher":
         return _copy()

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic import dryrun
 from laconic.bucket import Bucket, unflatten
-from laconic.recipes import Strategy
+from laconic.composition import Strategy
 from laconic.spec import strategy as read
 from laconic.wire import Traffic
 

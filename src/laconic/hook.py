@@ -58,19 +58,21 @@ class GradientHook:
         depth: int = DEPTH,
     ) -> None:
         self.reducer = reducer
+        self.group = group  # read at every bucket; changed from outside, between steps
         self.step = 0  # the run's clock, set from outside
         self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
         self.rounds = 0
-        self._group, self._names, self._memory, self._ledger = group, names, memory, ledger
+        self._names, self._memory, self._ledger = names, memory, ledger
         self._depth = depth
         self._layouts: list[_Layout] = []
         self._expected: list[int] = []
         self._air: list[_Airborne] = []
 
-    def use(self, reducer: Reducer) -> None:
-        """Average by another reducer from the next backward on."""
-        self.reducer = reducer
-        self._expected = [1] * len(self._layouts)
+    def use(self, reducer: Reducer, group: Group) -> None:
+        """Average by another reducer, or with others, from the next backward on."""
+        if (reducer, group) != (self.reducer, self.group):
+            self.reducer, self.group = reducer, group
+            self._expected = [1] * len(self._layouts)
 
     def layout(self) -> list[list[str]]:
         """Parameter names, bucket by bucket, as of the last backward."""
@@ -83,7 +85,7 @@ class GradientHook:
             self.settle()
         try:
             bucket = self._bucket(gradients)
-            flight = Flight(self.reducer.reduce(bucket), self._group, self._ledger)
+            flight = Flight(self.reducer.reduce(bucket), self.group, self._ledger)
             future = _future(bucket.flat.device)
             self._air.append(_Airborne(flight, future, self._expected[index]))
             if gradients.is_last():
@@ -144,7 +146,7 @@ class GradientHook:
             self._expected[index:] = [1]
         elif gradients.is_last():
             del self._layouts[index + 1 :]
-        layout, group = self._layouts[index], self._group
+        layout, group = self._layouts[index], self.group
         return Bucket(
             flat,
             gradients.gradients(),

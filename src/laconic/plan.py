@@ -5,12 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic.composition import Strategy
 from laconic.dispatch import Dispatcher
-from laconic.recipes import Strategy
+from laconic.fragments import fragments
+from laconic.groups import AIR, check_scopes
+from laconic.routes import Scope
 from laconic.spec import strategy as read
 
 attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -28,6 +32,7 @@ class Plan:
     scaler: torch.amp.GradScaler | None
     strategy: Strategy
     uneven: str
+    mesh: DeviceMesh | None
 
     def facts(self) -> list[str]:
         """What all ranks must have alike."""
@@ -37,12 +42,36 @@ class Plan:
             f"{len(self.optimizers)} optimizers",
             "a GradScaler" if self.scaler else "no GradScaler",
             "a DistributedDataParallel" if self.ddp else "a bare module",
-            *(f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}" for name, p in self.parameters.items()),
+            f"a mesh of {self.mesh.shape}" if self.mesh else "no mesh",
+            *(f"parameter {name} of {_looks(parameter)}" for name, parameter in self.parameters.items()),
         ]
 
 
-def check_route(strategy: Strategy, ddp: DistributedDataParallel | None) -> None:
-    """Averaging gradients needs a DDP."""
+def _looks(tensor: Tensor) -> str:
+    order = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{order}"
+
+
+def check_route(
+    strategy: Strategy,
+    ddp: DistributedDataParallel | None,
+    parameters: Mapping[str, Tensor],
+    world: int,
+    mesh: DeviceMesh | None,
+) -> None:
+    """Refuse a strategy that doesn't fit the model or the ranks."""
+    check_scopes(scopes(strategy), world, mesh)
+    averaging = strategy.averaging
+    if averaging and not averaging.route.scopes & {"world", world}:
+        largest = averaging.route.legs[0][1]
+        raise ValueError(f"the last group must hold all {world} ranks, or replicas never become equal; got {largest!r}")
+    if averaging and averaging.deltas:
+        fragments(parameters, averaging.deltas.fragments, averaging.deltas.order)
+    if ddp is not None and ddp.find_unused_parameters and strategy.route.scopes - {"world"}:
+        raise ValueError(
+            f"{strategy} averages gradients within subgroups, and DDP with find_unused_parameters=True talks with all ranks in "
+            "every backward; use subgroup='none', or build the DDP without it"
+        )
     if strategy.route.talks and ddp is None:
         raise ValueError(
             f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
@@ -50,7 +79,15 @@ def check_route(strategy: Strategy, ddp: DistributedDataParallel | None) -> None
         )
 
 
-def check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object) -> Plan:
+def scopes(strategy: Strategy) -> set[Scope]:
+    """All groups of ranks that a strategy talks with."""
+    averaging = strategy.averaging
+    between = averaging.route.scopes if averaging else set()
+    air = {AIR} if averaging and averaging.deltas and averaging.deltas.delay else set()
+    return {*strategy.route.scopes, *between, *air}
+
+
+def check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object, mesh: object, world: int) -> Plan:
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -63,7 +100,9 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad and name not in ignored}
     if not parameters:
         raise ValueError(f"{type(module).__name__} has no parameters that are trained; there is nothing to average")
-    check_route(chosen, ddp)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
+    check_route(chosen, ddp, parameters, world, mesh)
     if uneven not in ("error", "stop"):
         raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -77,7 +116,7 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
         raise ValueError("an optimizer is given twice; each of its steps would count as two")
     if ddp is not None:
         _check_ddp(ddp, chosen)
-    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven))
+    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh)
 
 
 def _check_ddp(ddp: DistributedDataParallel, strategy: Strategy) -> None:

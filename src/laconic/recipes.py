@@ -3,10 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from typing import Any, ParamSpec
+from dataclasses import replace
+from types import MappingProxyType
+from typing import ParamSpec
 
 from laconic import routes
+from laconic.composition import Averaging, Deltas, Strategy, render, render_call
+from laconic.outer import Adopt, Nesterov, Outer, SlowMo
 from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.cast import Cast
 from laconic.reducers.error_feedback import ErrorFeedback
@@ -18,24 +21,10 @@ from laconic.reducers.randomk import RandomK
 from laconic.reducers.sign import Sign
 from laconic.reducers.topk import TopK
 from laconic.reducers.warmup import Warmup
-from laconic.routes import Route
+from laconic.routes import AUTO
+from laconic.schedules import QSR, Every, Schedule
 
 Arguments = ParamSpec("Arguments")
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How gradients are averaged, and when and with whom. `str()` gives the text it can be made from again."""
-
-    reducer: Reducer
-    route: Route
-    text: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        checked(self.reducer, "reducer")
-
-    def __str__(self) -> str:
-        return self.text or render_call("Strategy", {"reducer": self.reducer, "route": self.route})
 
 
 RECIPES: dict[str, Callable[..., Strategy]] = {}
@@ -53,23 +42,6 @@ def recipe(build: Callable[Arguments, Strategy]) -> Callable[Arguments, Strategy
 
     RECIPES[build.__name__] = _named
     return _named
-
-
-def render(value: object) -> str:
-    """A value as it is written in a strategy's text; what a dataclass has by default is left out."""
-    if is_dataclass(value) and not isinstance(value, type):
-        shown = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
-        return render_call(type(value).__name__, shown)
-    return repr(value)
-
-
-def render_call(name: str, arguments: Mapping[str, object]) -> str:
-    """A call as it is written in a strategy's text."""
-    return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
-
-
-def _default(f: Any) -> object:
-    return f.default_factory() if f.default_factory is not MISSING else f.default
 
 
 def _warmed(warmup: int, reducer: Reducer) -> Reducer:
@@ -143,3 +115,212 @@ def randomk(*, ratio: float = 0.05, warmup: int = 10) -> Strategy:
 def silent() -> Strategy:
     """Every rank for itself; replicas are averaged once, on leaving. Bytes: none a step. The speed limit of a comparison."""
     return Strategy(Exact(), routes.silent())
+
+
+# Local updates: replicas step on their own, and are averaged seldom.
+
+
+Moments = str | Mapping[str, int]
+
+
+def _schedule(period: int | QSR, warmup: int) -> Schedule:
+    checked_steps(warmup, "warmup")
+    return replace(period, start=warmup) if isinstance(period, QSR) else Every(period, warmup)
+
+
+def _moments(moments: Moments) -> str | tuple[tuple[str, int], ...]:
+    if isinstance(moments, str):
+        return moments
+    for key, period in moments.items():
+        Every(period)  # says what is wrong with it
+        if not isinstance(key, str):
+            raise TypeError(f"moments are named by the optimizer's own keys, such as 'exp_avg', got {key!r}")
+    return tuple(sorted(moments.items()))
+
+
+def _averaging(
+    schedule: Schedule,
+    reducer: Reducer,
+    buffers: str,
+    moments: Moments,
+    outer: Outer | None = None,
+    fragments: int = 1,
+    order: str = "strided",
+    delay: int = 0,
+    blend: float = 0.0,
+    offload: bool = False,
+) -> Averaging:
+    """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
+    checked(reducer, "reducer")
+    plain = outer is None and isinstance(reducer, Exact)
+    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, offload)
+    return Averaging(routes.world(schedule), deltas, buffers, _moments(moments))
+
+
+@recipe
+def local_sgd(
+    period: int | QSR = 16,
+    *,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+) -> Strategy:
+    """Every replica for itself; parameters averaged every `period` steps, after `warmup` steps of plain all-reduce.
+
+    `period` may be a QSR(...), which follows the learning rate. With a lossy `reducer`, differences to the last average are
+    sent. `moments={"exp_avg": 48, "exp_avg_sq": 96}` averages Adam's memory at periods of its own (DES-LOC,
+    arXiv:2505.22549).
+    Bytes: 2(N-1)/N * 4n / period a step.  Paper: Stich 2018, arXiv:1805.09767.
+    """
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def post_local_sgd(
+    warmup: int = 100,
+    period: int | QSR = 16,
+    *,
+    subgroup: str | None = None,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+) -> Strategy:
+    """Plain all-reduce for `warmup` steps; then gradients within the subgroup, and parameters averaged every `period`.
+
+    `subgroup`: "node", the ranks on one host; "none"; the name of a dimension of the mesh given to `attach`; by default the
+    node if there are several, else none.
+    Bytes: 2(N-1)/N * 4n a step at first, then that / period over all, and the subgroup's own between.
+    Paper: Lin et al. 2018, arXiv:1808.07217.
+    """
+    if subgroup is not None and not isinstance(subgroup, str):
+        raise TypeError(f"subgroup must be 'node', 'none' or a dimension's name, got {subgroup!r}")
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments)
+    scope = {None: AUTO, "none": None}.get(subgroup, subgroup)
+    return Strategy(Exact(), routes.at_first(warmup, scope), averaging)
+
+
+@recipe
+def hierarchical_sgd(
+    periods: Mapping[int, int | str] = MappingProxyType({4: "node", 16: "world"}),
+    *,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+) -> Strategy:
+    """Parameters averaged within nodes, or blocks of neighbouring ranks: {period: ranks in a block}, the last holding all.
+
+    Bytes: 2(g-1)/g * 4n for a block of g; where several periods are due, the longest alone.
+    Paper: Wang et al. 2020, arXiv:2010.12998.
+    """
+    if not isinstance(reducer, Exact):
+        raise ValueError(
+            f"hierarchical_sgd averages parameters exactly: blocks have no anchor in common from which {render(reducer)} "
+            "could send differences; use local_sgd or diloco for that"
+        )
+    checked_steps(warmup, "warmup")
+    averaging = Averaging(routes.hierarchy(periods, warmup), None, buffers, _moments(moments))
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def slowmo(
+    period: int | QSR = 12,
+    *,
+    beta: float = 0.5,
+    alpha: float = 1.0,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "auto",
+    offload: bool = False,
+) -> Strategy:
+    """Averaging with a slow momentum over it, in units of the learning rate.
+
+    The momentum of an inner SGD starts at zero after each sync, as in the paper, and Adam's memory is kept.
+    Bytes: 2(N-1)/N * 4n / period a step.  Memory: 2n.  Paper: Wang et al. 2019, arXiv:1910.00643.
+    """
+    outer = SlowMo(beta, alpha)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def diloco(
+    period: int | QSR = 32,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+) -> Strategy:
+    """Local steps, and an outer Nesterov step on the mean of how far replicas came.
+
+    The paper's outer_momentum of 0.9 takes a steady delta seven times: right for long runs from a warm model, too much for
+    some hundred steps from scratch. Hence 0.6 here; for long runs try 0.9 with a `warmup`.
+    Bytes: 2(N-1)/N * 4n / period a step, or the reducer's / period.  Memory: 2n.
+    Paper: Douillard et al. 2023, arXiv:2311.08105.
+    """
+    outer = _outer(outer_lr, outer_momentum)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def streaming_diloco(
+    period: int = 32,
+    *,
+    fragments: int = 4,
+    delay: int = 4,
+    blend: float = 0.5,
+    order: str = "strided",
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    warmup: int = 0,
+    reducer: Reducer = Quantized(8),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+) -> Strategy:
+    """DiLoCo in pieces that travel while training goes on: a fragment lands every period / fragments steps.
+
+    An exchange has `delay` steps to land; then a fragment is `blend` of the local parameters and the rest global ones.
+    Bytes: as diloco's, by the reducer; a fragment at a time.  Memory: 2n, and the fragments in the air.
+    Paper: Douillard et al. 2025, arXiv:2501.18512.
+    """
+    if isinstance(period, QSR):
+        raise TypeError("period must be a whole number of steps here: fragments need their places in it")
+    outer = _outer(outer_lr, outer_momentum)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, fragments, order, delay, blend, offload)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def sparseloco(
+    period: int | QSR = 30,
+    *,
+    ratio: float = 1 / 64,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    warmup: int = 0,
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+) -> Strategy:
+    """DiLoCo that sends the largest entries of the deltas; error feedback takes the place of the outer momentum.
+
+    The paper picks entries by chunks of 4096 and sends them in 2 bits; here they are picked by parameter, in fp32.
+    Bytes: (N-1) * 8 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
+    """
+    reducer = ErrorFeedback(TopK(ratio), decay)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, Adopt(outer_lr), offload=offload)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+def _outer(lr: float, momentum: float) -> Outer:
+    return Nesterov(lr, momentum) if momentum else Adopt(lr)

@@ -1,12 +1,18 @@
 """Routes: when to talk, and with whom."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from itertools import pairwise
+from typing import TypeAlias
 
-from laconic.schedules import Every, Never, Schedule
+from laconic.schedules import Every, Never, Schedule, Until
 
-Scope: TypeAlias = Literal["world"]
-"""Which ranks: all that train this model together."""
+Scope: TypeAlias = str | int
+"""Which ranks: "world", all that train this model together; "node", those of them on this host; a number, blocks of so many
+neighbouring ranks; any other name, a dimension of the DeviceMesh that `attach` was given."""
+
+AUTO = "node, if there are several"
+"""The ranks on this host; nobody, where all ranks are on one."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +25,60 @@ class Route:
 
     legs: tuple[tuple[Schedule, Scope], ...]
 
-    def at(self, step: int) -> Scope | None:
-        """With whom to talk in the step that follows `step` completed ones."""
-        return next((scope for schedule, scope in self.legs if schedule.due(step)), None)
+    def at(self, step: int, last: int = 0, rate: float | None = None) -> Scope | None:
+        """With whom to talk in the step that follows `step` completed ones; `last` and `rate` as schedules have them."""
+        return next((scope for schedule, scope in self.legs if schedule.due(step, last, rate)), None)
 
     @property
     def talks(self) -> bool:
         """Whether any step is ever due."""
         return any(not isinstance(schedule, Never) for schedule, _ in self.legs)
 
+    @property
+    def scopes(self) -> set[Scope]:
+        """All that are ever talked with."""
+        return {scope for schedule, scope in self.legs if not isinstance(schedule, Never)}
 
-def world() -> Route:
-    """Everybody, at every step."""
-    return Route(((Every(1), "world"),))
+
+def world(schedule: Schedule | None = None) -> Route:
+    """Everybody, at every step or by a schedule."""
+    return Route(((schedule or Every(1), "world"),))
 
 
 def silent() -> Route:
     """Nobody, ever."""
     return Route(((Never(), "world"),))
+
+
+def at_first(steps: int, then: Scope | None = None) -> Route:
+    """Everybody for so many steps, and from then on a part of them, or nobody.
+
+    >>> [at_first(2, "node").at(step) for step in range(4)]
+    ['world', 'world', 'node', 'node']
+    """
+    legs: list[tuple[Schedule, Scope]] = []
+    if steps:
+        legs.append((Until(steps), "world"))
+    if then is not None:
+        legs.append((Every(1, start=steps), then))
+    return Route(tuple(legs)) if legs else silent()
+
+
+def hierarchy(sizes: Mapping[int, Scope], start: int = 0) -> Route:
+    """With whom every so many steps: {period: scope}; where several periods are due, the longest alone.
+
+    >>> [hierarchy({2: 2, 4: 8}).at(step) for step in range(4)]
+    [None, 2, None, 8]
+    """
+    if not isinstance(sizes, Mapping) or not sizes:  # type: ignore[redundant-expr]  # from a text, it may be anything
+        raise ValueError(f"a hierarchy needs {{period: group size}}, such as {{4: 2, 16: 8}}, got {sizes!r}")
+    for period, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"a group must have at least 1 rank, got {size} for period {period}")
+    ordered = sorted(sizes.items())
+    for (short, small), (long, large) in pairwise(ordered):
+        if isinstance(small, int) and isinstance(large, int) and large <= small:
+            raise ValueError(
+                f"longer periods need larger groups, got {small} ranks every {short} steps, {large} every {long}"
+            )
+    return Route(tuple((Every(period, start), size) for period, size in reversed(ordered)))

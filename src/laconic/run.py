@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -19,13 +20,15 @@ from laconic.agreement import RollCall, UnevenError, agree, gather_texts, pulse
 from laconic.averaging import ParameterAverager
 from laconic.bucket import Slot, local
 from laconic.clock import Clock
+from laconic.composition import Averaging, Strategy, render
 from laconic.dispatch import Dispatcher
+from laconic.groups import Groups
 from laconic.hook import GradientHook
-from laconic.plan import Plan, attached, check, check_route
-from laconic.recipes import Strategy, render
+from laconic.local import LocalUpdates
+from laconic.plan import Plan, attached, check, check_route, scopes
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
-from laconic.reducers.warmup import Warmup
+from laconic.routes import silent
 from laconic.spec import strategy as read
 from laconic.state import VERSION, checked
 from laconic.wire import Ledger, TorchGroup, land
@@ -37,6 +40,7 @@ class Stats:
 
     steps: int  # attempted optimizer steps
     rounds: int  # exchanges of all gradients
+    syncs: int  # averagings of the parameters that were due
     collectives: int
     payload_bytes: int  # handed to collectives
     wire_bytes: int  # put on the cable for them, at the least
@@ -55,13 +59,15 @@ def attach(
     *,
     scaler: torch.amp.GradScaler | None = None,
     uneven: Literal["error", "stop"] = "error",
+    mesh: DeviceMesh | None = None,
 ) -> "Run":
     """Train `model` by `strategy`, with the loop as it is.
 
     All ranks call this together; they compare what they were given, and any difference is an error on all of them.
     `model` is a DistributedDataParallel, or any module where the strategy never averages gradients. With a `scaler`, steps
     that it skips are counted too. `uneven="stop"` lets ranks run out of batches at different steps: all stop together
-    then, for the price of a one-byte collective before each forward; otherwise that is an error that names them.
+    then, for the price of a one-byte collective before each exchange; otherwise that is an error that names them. The
+    dimensions of a `mesh` can be named as subgroups.
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
@@ -74,7 +80,7 @@ def attach(
     ...         optimizer.step()
     ...         optimizer.zero_grad()
     >>> run.stats().steps, run.stats().payload_bytes
-    (3, 120)
+    (3, 60)
     >>> torch.distributed.destroy_process_group()
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -86,7 +92,7 @@ def attach(
         process_group = model.process_group
     group, device = TorchGroup(process_group), _control_device(process_group)
     try:
-        plan = check(model, optimizer, strategy, scaler, uneven)
+        plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world)
     except (TypeError, ValueError) as problem:
         agree([], problem, group, device)
         raise
@@ -108,8 +114,9 @@ class Run:
         self._ledger, self._aside, self._control = Ledger(), Ledger(), Ledger()
         members = dist.get_process_group_ranks(process_group)
         self._roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), members)
-        self._group = TorchGroup(process_group, self._roll.worry)
-        self._drifted = False  # this replica may differ from the others
+        self._mesh = plan.mesh
+        self._groups = Groups(process_group, scopes(plan.strategy), plan.mesh, self._device, self._roll.worry)
+        self._group = self._groups.world
         self._in_consensus = False
         self._live = True
         self._hook: GradientHook | None = None
@@ -123,6 +130,10 @@ class Run:
         # From here on the optimizers keep the run alive, also where the caller drops it.
         self._clock = Clock(plan.optimizers, plan.scaler, self._after_step)
         attached.update(plan.optimizers)
+        if plan.ddp is None and plan.strategy.averaging is not None:
+            # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
+            ParameterAverager(self._averaged(), self._control).adopt_first(self._group)
+        self._local = self._local_updates()
         self._set_up_step()
 
     # The loop
@@ -130,17 +141,26 @@ class Run:
     def _set_up_step(self) -> None:
         step = self._roll.step = self._clock.step
         if self._hook is not None:
+            group = self._partners(step)
             self._hook.step = step
-            self._dispatcher.muted = self.strategy.route.at(step) is None
+            self._hook.use(self._hook.reducer, group or self._group)
+            self._dispatcher.muted, self._dispatcher.apart = group is None, group is not self._group
+
+    def _partners(self, step: int) -> TorchGroup | None:
+        """Who averages gradients with this rank in the step after `step` completed ones."""
+        return self._groups.at(self.strategy.route.at(step))
 
     def _after_step(self) -> None:
-        if self.strategy.route.at(self._clock.step - 1) is None and self._group.world > 1:
-            self._drifted = True
+        step = self._roll.step = self._clock.step
+        partners = self._partners(step - 1)
+        if (partners.world if partners else 1) < self._group.world:
+            self._local.drift()
+        self._local.after_step(step, self._meet)
         self._set_up_step()
 
     def _before_forward(self) -> None:
         syncs = torch.is_grad_enabled() and self._ddp is not None and self._ddp.require_backward_grad_sync
-        if syncs and self.strategy.route.at(self._clock.step) is not None:
+        if syncs and self._partners(self._clock.step) is not None:
             self._meet()
 
     def _meet(self) -> None:
@@ -159,16 +179,14 @@ class Run:
                 self._report_failure(error)
                 return False
             stop = self._uneven == "stop"
-            if stop and error is None and self.strategy.route.talks:
+            if stop and error is None and (self.strategy.route.talks or self.strategy.averaging):
                 land(pulse(False, self._device), self._group, self._control)
-            drifted = self._roll.leave(drifted=self._drifted, may_differ=stop)
-            if drifted:
-                self._average(self._ledger)
-                self._drifted = False
-            reducer = self.strategy.reducer
-            if isinstance(reducer, Warmup) and 0 < self._clock.step <= reducer.start:
+            if self._roll.leave(drifted=self._local.drifted, may_differ=stop):
+                self._local.equalise(self._ledger)
+            if 0 < self._clock.step <= self.strategy.warmup:
                 warnings.warn(
-                    f"{self.strategy} never began: its warm-up of {reducer.start} steps lasted for all {self._clock.step}",
+                    f"{self.strategy} never began: its warm-up of {self.strategy.warmup} steps lasted for all "
+                    f"{self._clock.step}",
                     stacklevel=2,
                 )
             # The store lives in one rank's process: nobody goes before all have read it.
@@ -193,6 +211,7 @@ class Run:
         return Stats(
             steps=self._clock.step,
             rounds=self._hook.rounds if self._hook else 0,
+            syncs=self._local.syncs,
             collectives=total.collectives,
             payload_bytes=total.payload_bytes,
             wire_bytes=total.wire_bytes,
@@ -208,24 +227,34 @@ class Run:
         return buckets
 
     def sync(self) -> None:
-        """Make every replica equal, if steps were taken apart; all ranks call it together."""
+        """Make every replica equal, if steps were taken apart: the mean of all. All ranks call it together."""
         self._require_live("sync")
         if self._agree_on_drift():
-            self._average(self._ledger)
-            self._drifted = False
+            self._local.equalise(self._ledger)
 
     @contextmanager
-    def consensus(self) -> Iterator[None]:
-        """Inside, the parameters are the mean of the replicas; after, the local ones again, bit for bit. All ranks together."""
+    def consensus(self, of: Literal["mean", "anchor"] = "mean") -> Iterator[None]:
+        """Inside, the parameters are the mean of the replicas; after, the local ones again, bit for bit. All ranks together.
+
+        With "anchor" they are the outer optimizer's instead, as of the last sync: no bytes, where a strategy has one.
+        """
         self._require_live("consensus")
-        if not self._agree_on_drift():
+        anchors = self._local.deltas.anchors if self._local.deltas else None
+        if of not in ("mean", "anchor") or (of == "anchor" and anchors is None):
+            known = "'mean' or 'anchor'" if anchors else f"'mean': {self.strategy} has no anchor (yet)"
+            raise ValueError(f"consensus is of {known}, got {of!r}")
+        if of == "mean" and not self._agree_on_drift():
             yield
             return
         tensors = [local(tensor) for tensor in self._averaged().values()]
         kept = [tensor.clone() for tensor in tensors]
         self._in_consensus = True
         try:
-            self._average(self._aside)
+            if of == "anchor" and anchors is not None:
+                for name, parameter in self._parameters.items():
+                    local(parameter).copy_(anchors[name])
+            else:
+                self._local.average_into_place(self._aside)
             yield
         finally:
             for tensor, mine in zip(tensors, kept, strict=True):
@@ -238,22 +267,23 @@ class Run:
         self._meet()
         try:
             chosen = read(strategy)
-            check_route(chosen, self._ddp)
+            check_route(chosen, self._ddp, self._parameters, self._group.world, self._mesh)
         except (TypeError, ValueError) as problem:
             agree([], problem, self._group, self._device)
             raise
         agree([f"strategy {chosen}", f"step {self._clock.step}"], None, self._group, self._device)
-        if chosen.route.talks and self._agree_on_drift():
-            # Equal gradients keep replicas equal only if the optimizers' memory is equal as well.
-            moments = self._optimizer_state()
-            agree(
-                [f"{name} of shape {tuple(tensor.shape)}" for name, tensor in moments.items()], None, self._group, self._device
-            )
-            ParameterAverager({**self._averaged(), **moments}, self._ledger).average(self._group)
-            self._drifted = False
+        if (chosen.route.talks or chosen.averaging or self._local.deltas) and self._agree_on_drift():
+            self._local.equalise(self._ledger)
+            if chosen.route.talks:  # equal gradients keep replicas equal only if the optimizers' memory is equal as well
+                self._local.average_moments()
+        drifted = self._local.drifted
         self.strategy = chosen
+        self._groups.add(scopes(chosen))
+        self._local = self._local_updates()
+        if drifted:
+            self._local.drift()
         if self._hook is not None:
-            self._hook.use(self._releasing(chosen.reducer))
+            self._hook.use(self._releasing(chosen.reducer), self._group)
         self._set_up_step()
 
     def detach(self) -> None:
@@ -261,9 +291,12 @@ class Run:
         if not self._live:
             return
         self._live = False
-        if self._drifted and sys.exc_info()[0] is None:
+        if self._local.drifted and sys.exc_info()[0] is None:
             warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
         self._clock.stop()
+        if self._local.deltas is not None:
+            self._local.deltas.abandon()
+        self._groups.close()
         attached.difference_update(self._optimizers)
         if self._ddp is not None:
             self._dispatcher.release()
@@ -278,52 +311,55 @@ class Run:
             "strategy": str(self.strategy),
             "step": self._clock.step,
             "rounds": self._hook.rounds if self._hook else 0,
-            "drifted": self._drifted,
+            "local": self._local.state(),
             "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Nothing is changed if it doesn't fit."""
+        """Go on where `state_dict` was taken; all ranks together. Nothing is changed if it doesn't fit."""
         self._require_live("load_state_dict")
-        saved = checked(state, str(self.strategy), self._memory)
+        saved = checked(state, str(self.strategy), self._parameters, self._memory)
         devices = {name: parameter.device for name, parameter in self._module.named_parameters()}
         for name, slot in self._memory.items():
             slot.clear()
             slot.update({key: value.detach().to(devices[name], copy=True) for key, value in saved.memory.get(name, {}).items()})
-        self._drifted = saved.drifted
         self._clock.step = saved.step
+        self._local.load(saved.local, saved.step)
         if self._hook is not None:
             self._hook.rounds = saved.rounds
         self._set_up_step()
 
     # Parts of the above
 
-    def _averaged(self) -> dict[str, Tensor]:
+    def _local_updates(self) -> LocalUpdates:
+        return LocalUpdates(
+            self.strategy.averaging or Averaging(silent()),
+            self._parameters,
+            self._buffers,
+            self._optimizers,
+            self._groups,
+            self._ledger,
+            self._control,
+            self._device,
+            self._clock.step,
+        )
+
+    def _buffers(self) -> dict[str, Tensor]:
         ignored = set(self._ddp.parameters_to_ignore) if self._ddp else set()
-        buffers = {name: buffer for name, buffer in self._module.named_buffers() if name not in ignored}
-        return {**self._parameters, **buffers}
+        return {name: buffer for name, buffer in self._module.named_buffers() if name not in ignored}
+
+    def _averaged(self) -> dict[str, Tensor]:
+        return {**self._parameters, **self._buffers()}
 
     def _releasing(self, reducer: Reducer) -> Reducer:
         """Residuals pass on to a reducer with error feedback; otherwise they go into its next exchange."""
         held = any("error" in slot for slot in self._memory.values())
         return Release(reducer) if held and "ErrorFeedback(" not in render(reducer) else reducer
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        return {
-            f"state of optimizer {number}, parameter {place}, {key}": value
-            for number, optimizer in enumerate(self._optimizers)
-            for place, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
-            for key, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, Tensor)
-        }
-
-    def _average(self, ledger: Ledger) -> None:
-        ParameterAverager(self._averaged(), ledger).average(self._group)
-
     def _agree_on_drift(self) -> bool:
         """Whether any replica may differ; clocks that differ are an error."""
         self._meet()
-        rows = land(gather_texts(f"{self._clock.step} {int(self._drifted)}", self._device), self._group, self._control)
+        rows = land(gather_texts(f"{self._clock.step} {int(self._local.drifted)}", self._device), self._group, self._control)
         steps, drifted = zip(*(row.split() for row in rows), strict=True)
         if len(set(steps)) > 1 and self._uneven == "error":
             made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(self._group.members, steps, strict=True))

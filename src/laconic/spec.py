@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from laconic.recipes import RECIPES, Strategy
+from laconic.composition import Strategy
+from laconic.recipes import RECIPES
 from laconic.reducers import discover
+from laconic.schedules import QSR
 
 
 def strategy(text: str | Strategy) -> Strategy:
@@ -35,7 +37,7 @@ def strategy(text: str | Strategy) -> Strategy:
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.known: dict[str, Callable[..., object]] = {**discover(), **RECIPES}
+        self.known: dict[str, Callable[..., object]] = {**discover(), "QSR": QSR, **RECIPES}
 
     def read(self, node: ast.expr) -> object:
         match node:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-VERSION = 1
+VERSION = 2
 
 
 class State(NamedTuple):
@@ -13,11 +13,11 @@ class State(NamedTuple):
 
     step: int
     rounds: int
-    drifted: bool
-    memory: dict[str, dict[str, Tensor]]  # by parameter name
+    memory: dict[str, dict[str, Tensor]]  # of the gradients' reducer, by parameter name
+    local: dict[str, Any]  # what averaging between steps keeps
 
 
-def checked(state: Mapping[str, Any], strategy: str, parameters: Container[str]) -> State:
+def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Tensor], known: Container[str]) -> State:
     """The state that a `state_dict` holds, or an error that says why it can't be used here."""
     version = state.get("version")
     if version != VERSION:
@@ -25,14 +25,27 @@ def checked(state: Mapping[str, Any], strategy: str, parameters: Container[str])
     try:
         text, step, rounds = str(state["strategy"]), int(state["step"]), int(state["rounds"])
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
-        drifted = bool(state["drifted"])
+        local = {key: state["local"][key] for key in ("syncs", "last", "rate", "drifted", "deltas")}
+        if local["deltas"] is not None:
+            _check_deltas(local["deltas"], parameters)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
     if text != strategy:
         raise ValueError(f"the state is of the strategy {text}, attached is {strategy}")
     for name, slot in memory.items():
-        if name not in parameters:
+        if name not in known:
             raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
         if not all(isinstance(value, Tensor) for value in slot.values()):
             raise ValueError(f"the memory of {name!r} must be tensors")
-    return State(step, rounds, drifted, memory)
+    return State(step, rounds, memory, local)
+
+
+def _check_deltas(deltas: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+    missing = [key for key in ("anchors", "outer", "memory", "rounds", "clean", "air") if key not in deltas]
+    if missing:
+        raise ValueError(f"deltas without {missing[0]!r}")
+    for name, parameter in parameters.items():
+        anchor = deltas["anchors"].get(name)
+        if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
+            found = tuple(anchor.shape) if isinstance(anchor, Tensor) else anchor
+            raise ValueError(f"the anchor of {name!r} must be a tensor of shape {tuple(parameter.shape)}, got {found}")

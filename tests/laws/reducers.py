@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from laconic.bucket import Bucket, Slot, flatten
+from laconic.composition import render
 from laconic.dryrun import simulate
-from laconic.recipes import render
 from laconic.reducers import discover
 from laconic.reducers.base import Reducer
 from laconic.wire import Ledger, Reduced

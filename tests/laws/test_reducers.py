@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.bucket import Bucket, unflatten
+from laconic.composition import render
 from laconic.dryrun import predict
-from laconic.recipes import ddp, render
+from laconic.recipes import ddp
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.spec import strategy

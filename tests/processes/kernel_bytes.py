@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from laconic.recipes import render
+from laconic.composition import render
 from laconic.wire import Ledger, TorchGroup, land
 from tests.laws.reducers import EVERY, Memory, bucket
 from tests.ranks import ranks

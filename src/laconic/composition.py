@@ -1,0 +1,138 @@
+"""What a strategy is made of: how, when, with whom, what, and then what."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from laconic.outer import Outer
+from laconic.reducers.base import Reducer, checked
+from laconic.reducers.warmup import Warmup
+from laconic.routes import Route
+from laconic.schedules import QSR, Every, Never
+
+BUFFERS = ("average", "local", "broadcast")
+MOMENTS = ("keep", "average", "reset", "auto")
+ORDERS = ("strided", "contiguous", "bytes")
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """Send how far each replica has come from a common anchor, instead of where it is.
+
+    The mean delta goes through `outer`, an optimizer over the anchor. With `fragments`, parameters take turns within the
+    period; with `delay`, an exchange has so many steps to land while training goes on; `blend` is the weight of the local
+    parameters when it does. `offload` keeps the anchor and the outer optimizer's memory on the CPU.
+    """
+
+    outer: Outer
+    reducer: Reducer
+    fragments: int = 1
+    order: str = "strided"  # by layer, "strided" or "contiguous"; or in runs of equal "bytes"
+    delay: int = 0
+    blend: float = 0.0
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Outer):
+            raise TypeError(f"outer must be an Outer such as Nesterov(0.7, 0.9), got {self.outer!r}")
+        checked(self.reducer, "reducer")
+        for name in ("fragments", "delay"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if self.fragments < 1:
+            raise ValueError(f"fragments must be at least 1, got {self.fragments}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.delay < 0:
+            raise ValueError(f"delay must be 0 or more steps, got {self.delay}")
+        if not 0 <= self.blend <= 1:
+            raise ValueError(f"blend must be from 0 (adopt global parameters) to 1 (keep local ones), got {self.blend!r}")
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What is averaged between steps, beyond gradients: parameters, or deltas from an anchor.
+
+    `buffers` are averaged (counters: the largest), left "local", or taken from the first rank. `moments` is what becomes of
+    the optimizers' memory at a sync: it is kept, averaged or reset; "auto" resets the momentum of SGD and keeps all else;
+    and a mapping averages by name, each at a period of its own.
+    """
+
+    route: Route
+    deltas: Deltas | None = None
+    buffers: str = "average"
+    moments: str | tuple[tuple[str, int], ...] = "keep"
+
+    def __post_init__(self) -> None:
+        if self.buffers not in BUFFERS:
+            raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {self.buffers!r}")
+        if isinstance(self.moments, str) and self.moments not in MOMENTS:
+            raise ValueError(
+                f"moments must be one of {', '.join(MOMENTS)}, or periods by name, {{'exp_avg': 48}}, got {self.moments!r}"
+            )
+        if self.deltas is None or (self.deltas.fragments == 1 and self.deltas.delay == 0):
+            return
+        every, fragments, delay = self.every, self.deltas.fragments, self.deltas.delay
+        if every is None:
+            raise ValueError("fragments and delay need a fixed period, not one that follows the learning rate")
+        if fragments > every.period:
+            raise ValueError(f"fragments must be at most the period, one a step; got {fragments} in {every.period} steps")
+        if delay >= every.period:
+            raise ValueError(
+                f"delay must be below the period: an exchange lands before its fragment leaves again; "
+                f"got {delay} of {every.period} steps"
+            )
+
+    @property
+    def start(self) -> int:
+        """Steps before the first local one."""
+        return min((schedule.start for schedule, _ in self.route.legs if isinstance(schedule, Every | QSR)), default=0)
+
+    @property
+    def every(self) -> Every | None:
+        """The period of a route that has only one."""
+        schedules = [schedule for schedule, _ in self.route.legs if not isinstance(schedule, Never)]
+        return schedules[0] if len(schedules) == 1 and isinstance(schedules[0], Every) else None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How gradients are averaged, when and with whom, and what is averaged between steps.
+
+    `str()` gives the text it can be made from again.
+    """
+
+    reducer: Reducer
+    route: Route
+    averaging: Averaging | None = None
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        checked(self.reducer, "reducer")
+
+    @property
+    def warmup(self) -> int:
+        """Steps before the strategy does what it is for."""
+        start = self.reducer.start if isinstance(self.reducer, Warmup) else 0
+        return max(start, self.averaging.start if self.averaging else 0)
+
+    def __str__(self) -> str:
+        parts = {"reducer": self.reducer, "route": self.route, "averaging": self.averaging}
+        return self.text or render_call("Strategy", parts)
+
+
+def render(value: object) -> str:
+    """A value as it is written in a strategy's text; what a dataclass has by default is left out."""
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
+        return render_call(type(value).__name__, shown)
+    return repr(value)
+
+
+def render_call(name: str, arguments: Mapping[str, object]) -> str:
+    """A call as it is written in a strategy's text."""
+    return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
+
+
+def _default(f: Any) -> object:
+    return f.default_factory() if f.default_factory is not MISSING else f.default

@@ -1,0 +1,293 @@
+"""Averaging of how far replicas have come from a common anchor, at once or while training goes on."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.agreement import Roll, roll
+from laconic.averaging import WINDOW
+from laconic.bucket import Bucket, Slot, local, pack, unflatten
+from laconic.composition import Deltas
+from laconic.dryrun import predict
+from laconic.reducers.base import finite
+from laconic.wire import Flight, Ledger, Reduced, TorchGroup
+
+BUCKET_BYTES = 25 << 20
+
+
+class DeltaAverager:
+    """Sends anchor - parameters by any reducer, and moves the anchor by an outer optimizer's step on the mean.
+
+    Maths, for each fragment: delta = mean of anchor - x as x was at the launch; anchor <- outer(anchor, delta) at the
+    landing; x <- blend * x + (1 - blend) * anchor. Anchors of 16-bit parameters are kept in fp32.
+    Bytes: the reducer's.  Memory: the anchor, what the outer optimizer keeps, and the deltas in the air.
+
+    An exchange in the air holds all that it needs: its i-th of R rounds leaves i * delay / R steps after the first, whatever
+    has landed by then, so that all ranks send in the same order. A delta that is not finite on any rank moves nothing: all
+    replicas go back to the anchor.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        fragments: Sequence[Sequence[str]],
+        deltas: Deltas,
+        group: TorchGroup,
+        ledger: Ledger,
+        control: Ledger,
+        device: torch.device,
+        inner: Sequence[tuple[Sequence[str], Callable[[], float]]],
+        rates: bool,
+    ) -> None:
+        self.fragments = fragments
+        self._parameters = {name: local(parameter) for name, parameter in parameters.items()}
+        self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
+        self._rates = [rate for _, rate in inner] if rates else []
+        self._memory: dict[str, Slot] = {name: {} for name in parameters}
+        self._rounds = [0] * len(fragments)  # exchanges that each fragment has begun
+        self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
+        self._air: list[_Airborne] = []
+        self._buckets = [self._pack(names) for names in fragments]
+        self.anchors = {name: self._anchor(parameter) for name, parameter in self._parameters.items()}
+        groups = [{"params": [self.anchors[name] for name in names], "rate": 1.0} for names, _ in inner]
+        self._outer = deltas.outer.build(groups)
+
+    @property
+    def drifted(self) -> bool:
+        """Whether replicas may differ."""
+        return len(self._clean) < len(self.fragments)
+
+    def drift(self) -> None:
+        """A local step has been taken."""
+        self._clean.clear()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin a round here: replicas are equal, and where they are is the anchor."""
+        assert not self._air, "what is in the air has to land first"
+        for name, parameter in self._parameters.items():
+            self.anchors[name].copy_(parameter)
+        self._clean = set(range(len(self.fragments)))
+
+    @torch.no_grad()
+    def advance(self, step: int, launches: Iterable[int]) -> list[tuple[int, Roll]]:
+        """After `step` completed steps: send on or land what is in the air, launch these fragments. Returns who landed."""
+        landed = []
+        for airborne in list(self._air):
+            if step >= airborne.launched + self._deltas.delay:
+                landed.append((airborne.fragment, self._land(airborne)))
+            else:
+                airborne.send_on(step, self._deltas.delay)
+        for fragment in launches:
+            if self._deltas.delay:
+                self._air.append(self._launch(fragment, step, self._bucketed(fragment, step)))
+            else:
+                landed.append((fragment, self._exchange(fragment, step)))
+        return landed
+
+    @torch.no_grad()
+    def land_all(self) -> None:
+        """Land everything that is in the air, before its time."""
+        for airborne in list(self._air):
+            self._land(airborne)
+
+    def abandon(self) -> None:
+        """Forget what is in the air."""
+        for airborne in self._air:
+            for flight in airborne.flights:
+                flight.abandon(0)
+        self._air = []
+
+    # One exchange
+
+    def _exchange(self, fragment: int, step: int) -> Roll:
+        """At once, a few buckets at a time."""
+        present = self._call(step)
+        while present.step():
+            pass
+        self._use_rates(present.result)
+        air: deque[tuple[Bucket, Flight[Reduced]]] = deque()
+        for bucket in self._bucketed(fragment, step):
+            if len(air) == WINDOW:
+                self._apply(*_landed(air.popleft()), blend=self._deltas.blend)
+            air.append((bucket, Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)))
+        while air:
+            self._apply(*_landed(air.popleft()), blend=self._deltas.blend)
+        self._over(fragment)
+        return present.result
+
+    def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
+        present, cargo = self._call(step), []
+        for bucket in buckets:
+            rounds = predict(self._deltas.reducer.reduce(_shadow(bucket)), bucket.world).collectives
+            delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
+            flight = Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)
+            cargo.append(_Cargo(bucket, flight, rounds, delta))
+        return _Airborne(fragment, step, present, cargo)
+
+    def _land(self, airborne: "_Airborne") -> Roll:
+        for flight in airborne.flights:
+            while flight.step():
+                pass
+        self._air.remove(airborne)
+        self._use_rates(airborne.present.result)
+        for cargo in airborne.cargo:
+            self._apply(cargo.bucket, cargo.flight.result, blend=self._deltas.blend)
+        self._over(airborne.fragment)
+        return airborne.present.result
+
+    def _over(self, fragment: int) -> None:
+        if self._deltas.blend == 0:
+            self._clean.add(fragment)
+
+    def _call(self, step: int) -> Flight[Roll]:
+        rates = [rate() for rate in self._rates]
+        return Flight(roll(step, rates, self._group, self._device), self._group, self._control)
+
+    def _use_rates(self, present: Roll) -> None:
+        if present.rates:
+            for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
+                group["rate"] = rate
+
+    def _apply(self, bucket: Bucket, result: Reduced, blend: float) -> None:
+        good = finite(result.mean) if result.good is None else result.good
+        result.finish()
+        anchors = [self.anchors[name] for name in bucket.names]
+        if bool(good):
+            for anchor, delta in zip(anchors, unflatten(result.mean, anchors), strict=True):
+                anchor.grad = delta.to(anchor.device)
+            self._outer.step()
+            for anchor in anchors:
+                anchor.grad = None
+        else:
+            blend = 0
+            warnings.warn(
+                f"the parameters of a replica are not finite (among {bucket.names[0]}, ...); all replicas go back to where "
+                "they were after the last exchange",
+                stacklevel=2,
+            )
+        for name, anchor in zip(bucket.names, anchors, strict=True):
+            parameter = self._parameters[name]
+            there = anchor.to(parameter.device)
+            parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
+
+    # Buckets
+
+    def _pack(self, names: Sequence[str]) -> list[list[str]]:
+        runs = pack([self._parameters[name] for name in names], BUCKET_BYTES)
+        return [[names[index] for index in run] for run in runs]
+
+    def _anchor(self, parameter: Tensor) -> Tensor:
+        dtype = parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32
+        device = torch.device("cpu") if self._deltas.offload else parameter.device
+        return parameter.to(device=device, dtype=dtype, copy=True)
+
+    def _bucketed(self, fragment: int, step: int) -> Iterable[Bucket]:
+        number = self._rounds[fragment]
+        self._rounds[fragment] += 1
+        for names in self._buckets[fragment]:
+            bucket = self._bucket(names, step, number)
+            for name, view in zip(names, bucket.views, strict=True):
+                torch.sub(self.anchors[name].to(view.device), self._parameters[name], out=view)
+            yield bucket
+
+    def _bucket(self, names: Sequence[str], step: int, number: int) -> Bucket:
+        like = [self.anchors[name] for name in names]
+        device = self._parameters[names[0]].device
+        flat = torch.empty(sum(anchor.numel() for anchor in like), dtype=like[0].dtype, device=device)
+        slots = [self._memory[name] for name in names]
+        return Bucket(flat, unflatten(flat, like), names, slots, self._group.rank, self._group.world, step, number)
+
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, by parameter name."""
+        return {
+            "anchors": dict(self.anchors),
+            "outer": {name: dict(self._outer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
+            "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
+            "rounds": list(self._rounds),
+            "clean": sorted(self._clean),
+            "air": [airborne.state() for airborne in self._air],
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on where `state` was taken: what was in the air is sent again, by all ranks together."""
+        for name, anchor in self.anchors.items():
+            anchor.copy_(state["anchors"][name])
+            self._outer.state[anchor] = {
+                key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
+                for key, value in state["outer"].get(name, {}).items()
+            }
+            slot, device = self._memory[name], self._parameters[name].device
+            slot.clear()
+            slot.update({key: value.to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
+        self._rounds, self._clean, self._air = list(state["rounds"]), set(state["clean"]), []
+        for entry in state["air"]:
+            buckets = []
+            for names in self._buckets[entry["fragment"]]:
+                bucket = self._bucket(names, entry["launched"], self._rounds[entry["fragment"]] - 1)
+                for name, view in zip(names, bucket.views, strict=True):
+                    view.copy_(entry["deltas"][name])
+                buckets.append(bucket)
+            airborne = self._launch(entry["fragment"], entry["launched"], buckets)
+            airborne.send_on(step, self._deltas.delay)
+            self._air.append(airborne)
+
+
+@dataclass
+class _Cargo:
+    bucket: Bucket
+    flight: Flight[Reduced]
+    rounds: int
+    delta: Tensor
+
+
+@dataclass
+class _Airborne:
+    """One fragment's exchange, launched and not yet landed."""
+
+    fragment: int
+    launched: int  # at which step
+    present: Flight[Roll]
+    cargo: list[_Cargo]
+
+    @property
+    def flights(self) -> list[Flight[Any]]:
+        return [self.present, *(cargo.flight for cargo in self.cargo)]
+
+    def send_on(self, step: int, delay: int) -> None:
+        """Launch the rounds that are due by now."""
+        for cargo in self.cargo:
+            flight = cargo.flight
+            while flight.launched < cargo.rounds and step >= self.launched + flight.launched * delay // cargo.rounds:
+                flight.step()
+
+    def state(self) -> dict[str, Any]:
+        deltas = {
+            name: view
+            for cargo in self.cargo
+            for name, view in zip(cargo.bucket.names, unflatten(cargo.delta, cargo.bucket.views), strict=True)
+        }
+        return {"fragment": self.fragment, "launched": self.launched, "deltas": deltas}
+
+
+def _landed(pair: tuple[Bucket, Flight[Reduced]]) -> tuple[Bucket, Reduced]:
+    bucket, flight = pair
+    while flight.step():
+        pass
+    return bucket, flight.result
+
+
+def _shadow(bucket: Bucket) -> Bucket:
+    """The bucket without its numbers."""
+    flat = bucket.flat.to("meta")
+    slots: list[Slot] = [{} for _ in bucket.names]
+    views = unflatten(flat, bucket.views)
+    return Bucket(flat, views, bucket.names, slots, bucket.rank, bucket.world, bucket.step, bucket.round)

@@ -1,0 +1,106 @@
+"""The process groups of a run, built once, when it is attached."""
+
+import os
+import platform
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from laconic.agreement import gather_texts
+from laconic.routes import AUTO, Scope
+from laconic.wire import Ledger, TorchGroup, land
+
+AIR = "all, in the air"
+"""The scope of exchanges that stay in the air: all ranks, on a group that nobody else uses."""
+
+
+class Groups:
+    """A group for each scope that a strategy talks with. All ranks of `process_group` build theirs together."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        scopes: Iterable[Scope],
+        mesh: DeviceMesh | None,
+        device: torch.device,
+        worry: Callable[[], None],
+    ) -> None:
+        self.world = TorchGroup(process_group, worry)
+        self._worry, self._mesh, self._device = worry, mesh, device
+        self._own: list[dist.ProcessGroup] = []
+        self._by_scope: dict[Scope, TorchGroup] = {"world": self.world}
+        self.add(scopes)
+
+    def __getitem__(self, scope: Scope) -> TorchGroup:
+        return self._by_scope[scope]
+
+    def at(self, scope: Scope | None) -> TorchGroup | None:
+        """With whom to talk, or None where that would be nobody."""
+        if scope is None or scope == "world":
+            return None if scope is None else self.world
+        group = self._by_scope[scope]
+        alone = group.world == 1 or (scope == AUTO and group.world == self.world.world)
+        return None if alone else group
+
+    def add(self, scopes: Iterable[Scope]) -> None:
+        """Build the groups that are not there yet; in one order on all ranks."""
+        for scope in sorted(set(scopes) - set(self._by_scope), key=str):
+            self._by_scope[scope] = self._build(scope)
+
+    def close(self) -> None:
+        """Give back what was built here."""
+        for process_group in self._own:
+            dist.destroy_process_group(process_group)
+        self._own = []
+
+    def _build(self, scope: Scope) -> TorchGroup:
+        members = self.world.members
+        if scope == AIR:
+            return self._new(members)
+        if isinstance(scope, int):
+            start = self.world.rank // scope * scope
+            return self._sub(members[start : start + scope])
+        if self._mesh is not None and scope in (self._mesh.mesh_dim_names or ()):
+            return TorchGroup(self._mesh.get_group(scope), self._worry)
+        assert scope in ("node", AUTO), f"{scope!r} has been checked"
+        hosts = land(gather_texts(_host(), self._device), self.world, Ledger())
+        mine = hosts[self.world.rank]
+        return self._sub([member for member, host in zip(members, hosts, strict=True) if host == mine])
+
+    def _sub(self, ranks: list[int]) -> TorchGroup:
+        return self.world if ranks == self.world.members else self._new(ranks)
+
+    def _new(self, ranks: list[int]) -> TorchGroup:
+        timeout = self.world.process_group._get_backend(self._device).options._timeout
+        # Only its members build a group: other ranks of the job may be busy with another model.
+        process_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        assert isinstance(process_group, dist.ProcessGroup)
+        self._own.append(process_group)
+        return TorchGroup(process_group, self._worry)
+
+
+def check_scopes(scopes: Iterable[Scope], world: int, mesh: DeviceMesh | None) -> None:
+    """Refuse a scope that doesn't fit the ranks there are."""
+    names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+    for scope in scopes:
+        if isinstance(scope, int):
+            if world % scope:
+                raise ValueError(f"{world} ranks can't be divided into groups of {scope}")
+        elif scope not in ("world", "node", AUTO, AIR, *names):
+            known = ", ".join(names) or "none, as attach was given no mesh="
+            raise ValueError(
+                f"subgroup {scope!r} is neither 'node' nor 'none' nor a dimension of the mesh; its dimensions: {known}"
+            )
+
+
+def _host() -> str:
+    """What ranks on one host have in common. torchrun's word counts: one agent, one node."""
+    if "GROUP_RANK" in os.environ:
+        return f"agent {os.environ['GROUP_RANK']}"
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return f"node {dist.get_rank() // int(os.environ['LOCAL_WORLD_SIZE'])}"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"

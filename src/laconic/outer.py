@@ -1,0 +1,111 @@
+"""Outer optimizers: what is done with the mean of the replicas' deltas."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+Groups = Sequence[dict[str, Any]]
+"""Parameter groups, as torch.optim has them: the anchors, grouped as the inner optimizers group their parameters."""
+
+
+class Outer(ABC):
+    """Builds a torch optimizer over the anchor; its gradient is the mean of anchor - parameters."""
+
+    needs_rate = False  # whether each group needs the inner learning rate, as group["rate"]
+
+    @abstractmethod
+    def build(self, groups: Groups) -> Optimizer:
+        """The optimizer."""
+
+
+@dataclass(frozen=True)
+class Adopt(Outer):
+    """Take the mean of the replicas as it is, or go `lr` of the way.
+
+    Maths: anchor <- anchor - lr * mean delta.
+
+    >>> import laconic
+    >>> str(laconic.diloco(outer_lr=1.0, outer_momentum=0.0))
+    'diloco(outer_lr=1.0, outer_momentum=0.0)'
+    """
+
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self.lr, "lr")
+
+    def build(self, groups: Groups) -> Optimizer:
+        return SGD(list(groups), lr=self.lr)
+
+
+@dataclass(frozen=True)
+class Nesterov(Outer):
+    """torch.optim.SGD(nesterov=True) on the mean delta: the outer optimizer of DiLoCo.
+
+    Maths: m <- momentum * m + delta;  anchor <- anchor - lr * (delta + momentum * m). In the long run a steady delta is
+    taken lr / (1 - momentum) times.
+    Paper: Douillard et al. 2023, arXiv:2311.08105.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _positive(self.lr, "lr")
+        _momentum(self.momentum, "momentum", above_zero=True)
+
+    def build(self, groups: Groups) -> Optimizer:
+        return SGD(list(groups), lr=self.lr, momentum=self.momentum, nesterov=True)
+
+
+@dataclass(frozen=True)
+class SlowMo(Outer):
+    """Slow momentum in units of the inner learning rate.
+
+    Maths: u <- beta * u + delta / rate;  anchor <- anchor - alpha * rate * u, with the inner optimizer's current rate. Kept
+    as v = rate * u, which needs no division by a rate that has decayed to zero.
+    Paper: Wang et al. 2019, arXiv:1910.00643.
+    """
+
+    beta: float = 0.5
+    alpha: float = 1.0
+    needs_rate = True
+
+    def __post_init__(self) -> None:
+        _momentum(self.beta, "beta")
+        _positive(self.alpha, "alpha")
+
+    def build(self, groups: Groups) -> Optimizer:
+        return _SlowMomentum(list(groups), {"lr": self.alpha, "momentum": self.beta, "rate": 1.0})
+
+
+class _SlowMomentum(Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for anchor in group["params"]:
+                if anchor.grad is None:
+                    continue
+                state = self.state[anchor]
+                before = state.get("rate", 0.0)
+                if "momentum_buffer" in state:
+                    state["momentum_buffer"].mul_(group["momentum"] * (group["rate"] / before if before else 1.0))
+                    state["momentum_buffer"].add_(anchor.grad)
+                else:
+                    state["momentum_buffer"] = anchor.grad.clone()
+                state["rate"] = group["rate"]
+                anchor.sub_(state["momentum_buffer"], alpha=group["lr"])
+
+
+def _positive(number: float, name: str) -> None:
+    if not number > 0:
+        raise ValueError(f"{name} must be above 0, got {number!r}")
+
+
+def _momentum(number: float, name: str, *, above_zero: bool = False) -> None:
+    if not 0 <= number < 1 or (above_zero and number == 0):
+        raise ValueError(f"{name} must be {'above' if above_zero else 'at least'} 0 and below 1, got {number!r}")
