@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic.agreement import gather_texts
@@ -23,13 +24,14 @@ class Groups:
     def __init__(
         self,
         process_group: dist.ProcessGroup,
+        identity: str,
         scopes: Iterable[Scope],
         mesh: DeviceMesh | None,
         device: torch.device,
         worry: Callable[[], None],
     ) -> None:
         self.world = TorchGroup(process_group, worry)
-        self._worry, self._mesh, self._device = worry, mesh, device
+        self._identity, self._worry, self._mesh, self._device = identity, worry, mesh, device
         self._own: list[dist.ProcessGroup] = []
         self._by_scope: dict[Scope, TorchGroup] = {"world": self.world}
         self.add(scopes)
@@ -74,10 +76,26 @@ class Groups:
         return self.world if ranks == self.world.members else self._new(ranks)
 
     def _new(self, ranks: list[int]) -> TorchGroup:
-        timeout = self.world.process_group._get_backend(self._device).options._timeout
-        # Only its members build a group: other ranks of the job may be busy with another model.
-        process_group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        """A process group that only its members build: other ranks of the job may be busy with another model.
+
+        `dist.new_group` can't be used for that: with `use_local_synchronization` it names a group by its ranks and by how
+        many groups this process has. That name comes again after a group has gone, with the old one's addresses behind it,
+        and differs between ranks that are in different numbers of groups. So groups are named here.
+        """
+        world = self.world.process_group
+        name = c10d.GroupName(f"laconic/{self._identity}/{len(self._own)}/{'_'.join(map(str, ranks))}")
+        backend = dist.get_backend_config(world)
+        process_group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend,
+            world.get_group_store(),
+            name,
+            timeout=world._get_backend(self._device).options._timeout,
+        )
         assert isinstance(process_group, dist.ProcessGroup)
+        c10d._world.pg_group_ranks[process_group] = {rank: place for place, rank in enumerate(ranks)}
         self._own.append(process_group)
         return TorchGroup(process_group, self._worry)
 

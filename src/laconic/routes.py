@@ -78,7 +78,5 @@ def hierarchy(sizes: Mapping[int, Scope], start: int = 0) -> Route:
     ordered = sorted(sizes.items())
     for (short, small), (long, large) in pairwise(ordered):
         if isinstance(small, int) and isinstance(large, int) and large <= small:
-            raise ValueError(
-                f"longer periods need larger groups, got {small} ranks every {short} steps, {large} every {long}"
-            )
+            raise ValueError(f"longer periods need larger groups, got {small} ranks every {short} steps, {large} every {long}")
     return Route(tuple((Every(period, start), size) for period, size in reversed(ordered)))

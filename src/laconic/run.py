@@ -115,7 +115,7 @@ class Run:
         members = dist.get_process_group_ranks(process_group)
         self._roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), members)
         self._mesh = plan.mesh
-        self._groups = Groups(process_group, scopes(plan.strategy), plan.mesh, self._device, self._roll.worry)
+        self._groups = Groups(process_group, identity, scopes(plan.strategy), plan.mesh, self._device, self._roll.worry)
         self._group = self._groups.world
         self._in_consensus = False
         self._live = True
