@@ -117,10 +117,11 @@ def report(name: str, title: str, rows: Sequence[Mapping[str, object]], legend: 
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def on_private_link(module: str, rate_mbit: int | None) -> None:
-    """Run `python -m module` in a network namespace of its own whose loopback carries `rate_mbit` at most."""
+def on_private_link(module: str, rate_mbit: int | None, *, capture: bool = False) -> str:
+    """Run `python -m module` in a network namespace of its own whose loopback carries `rate_mbit` at most; what it printed."""
     command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, "-m", module, "--inside", str(rate_mbit or 0)]
-    subprocess.run(command, check=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE if capture else None, text=True)
+    return done.stdout or ""
 
 
 def limit_loopback(rate_mbit: int) -> None:

@@ -90,8 +90,7 @@ def _first(flat: Tensor, rank: int, world: int) -> Exchange:
 
 
 def _land(flight: Flight[Reduced], pieces: Sequence[Tensor]) -> None:
-    while flight.step():
-        pass
-    flight.result.finish()
-    for target, piece in zip(pieces, torch.split(flight.result.mean, [piece.numel() for piece in pieces]), strict=True):
+    result = flight.complete()
+    result.finish()
+    for target, piece in zip(pieces, torch.split(result.mean, [piece.numel() for piece in pieces]), strict=True):
         target.copy_(piece)

@@ -1,5 +1,6 @@
 """What a strategy is made of: how, when, with whom, what, and then what."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -109,6 +110,14 @@ class Strategy:
 
     def __post_init__(self) -> None:
         checked(self.reducer, "reducer")
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate."""
+        legs = self.averaging.route.legs if self.averaging else ()
+        periods = [schedule.period for schedule, _ in legs if isinstance(schedule, Every)]
+        periods += [schedule.base for schedule, _ in legs if isinstance(schedule, QSR)]
+        return math.lcm(*periods)
 
     @property
     def warmup(self) -> int:

@@ -13,7 +13,6 @@ from laconic.agreement import Roll, roll
 from laconic.averaging import WINDOW
 from laconic.bucket import Bucket, Slot, local, pack, unflatten
 from laconic.composition import Deltas
-from laconic.dryrun import predict
 from laconic.reducers.base import finite
 from laconic.wire import Flight, Ledger, Reduced, TorchGroup
 
@@ -28,7 +27,8 @@ class DeltaAverager:
     Bytes: the reducer's.  Memory: the anchor, what the outer optimizer keeps, and the deltas in the air.
 
     An exchange in the air holds all that it needs: its i-th of R rounds leaves i * delay / R steps after the first, whatever
-    has landed by then, so that all ranks send in the same order. A delta that is not finite on any rank moves nothing: all
+    has landed by then, so that all ranks send in the same order. (R is known from a bucket's last exchange; in its first one,
+    later rounds leave when it is due to land.) A delta that is not finite on any rank moves nothing: all
     replicas go back to the anchor.
     """
 
@@ -50,6 +50,7 @@ class DeltaAverager:
         self._rates = [rate for _, rate in inner] if rates else []
         self._memory: dict[str, Slot] = {name: {} for name in parameters}
         self._rounds = [0] * len(fragments)  # exchanges that each fragment has begun
+        self._expected: dict[str, int] = {}  # collectives that a bucket took in the last exchange, by its first parameter
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
         self._air: list[_Airborne] = []
         self._buckets = [self._pack(names) for names in fragments]
@@ -61,6 +62,11 @@ class DeltaAverager:
     def drifted(self) -> bool:
         """Whether replicas may differ."""
         return len(self._clean) < len(self.fragments)
+
+    @property
+    def airborne(self) -> bool:
+        """Whether an exchange is in the air."""
+        return bool(self._air)
 
     def drift(self) -> None:
         """A local step has been taken."""
@@ -107,37 +113,34 @@ class DeltaAverager:
 
     def _exchange(self, fragment: int, step: int) -> Roll:
         """At once, a few buckets at a time."""
-        present = self._call(step)
-        while present.step():
-            pass
-        self._use_rates(present.result)
+        present = self._call(step).complete()
+        self._use_rates(present)
         air: deque[tuple[Bucket, Flight[Reduced]]] = deque()
         for bucket in self._bucketed(fragment, step):
             if len(air) == WINDOW:
-                self._apply(*_landed(air.popleft()), blend=self._deltas.blend)
+                self._apply(*air.popleft())
             air.append((bucket, Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)))
         while air:
-            self._apply(*_landed(air.popleft()), blend=self._deltas.blend)
+            self._apply(*air.popleft())
         self._over(fragment)
-        return present.result
+        return present
 
     def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
         present, cargo = self._call(step), []
         for bucket in buckets:
-            rounds = predict(self._deltas.reducer.reduce(_shadow(bucket)), bucket.world).collectives
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             flight = Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)
-            cargo.append(_Cargo(bucket, flight, rounds, delta))
+            cargo.append(_Cargo(bucket, flight, self._expected.get(bucket.names[0], 1), delta))
         return _Airborne(fragment, step, present, cargo)
 
     def _land(self, airborne: "_Airborne") -> Roll:
         for flight in airborne.flights:
-            while flight.step():
-                pass
+            flight.complete()
         self._air.remove(airborne)
         self._use_rates(airborne.present.result)
         for cargo in airborne.cargo:
-            self._apply(cargo.bucket, cargo.flight.result, blend=self._deltas.blend)
+            self._expected[cargo.bucket.names[0]] = cargo.flight.launched
+            self._apply(cargo.bucket, cargo.flight)
         self._over(airborne.fragment)
         return airborne.present.result
 
@@ -154,7 +157,8 @@ class DeltaAverager:
             for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
                 group["rate"] = rate
 
-    def _apply(self, bucket: Bucket, result: Reduced, blend: float) -> None:
+    def _apply(self, bucket: Bucket, flight: Flight[Reduced]) -> None:
+        result, blend = flight.complete(), self._deltas.blend
         good = finite(result.mean) if result.good is None else result.good
         result.finish()
         anchors = [self.anchors[name] for name in bucket.names]
@@ -165,7 +169,7 @@ class DeltaAverager:
             for anchor in anchors:
                 anchor.grad = None
         else:
-            blend = 0
+            blend = 0.0
             warnings.warn(
                 f"the parameters of a replica are not finite (among {bucket.names[0]}, ...); all replicas go back to where "
                 "they were after the last exchange",
@@ -245,8 +249,12 @@ class DeltaAverager:
 class _Cargo:
     bucket: Bucket
     flight: Flight[Reduced]
-    rounds: int
+    rounds: int  # collectives that are expected of it
     delta: Tensor
+
+    def more(self) -> bool:
+        """Whether another collective is known to follow the one in the air."""
+        return not self.flight.over and self.flight.launched < self.rounds
 
 
 @dataclass
@@ -265,9 +273,8 @@ class _Airborne:
     def send_on(self, step: int, delay: int) -> None:
         """Launch the rounds that are due by now."""
         for cargo in self.cargo:
-            flight = cargo.flight
-            while flight.launched < cargo.rounds and step >= self.launched + flight.launched * delay // cargo.rounds:
-                flight.step()
+            while cargo.more() and step >= self.launched + cargo.flight.launched * delay // cargo.rounds:
+                cargo.flight.step()
 
     def state(self) -> dict[str, Any]:
         deltas = {
@@ -276,18 +283,3 @@ class _Airborne:
             for name, view in zip(cargo.bucket.names, unflatten(cargo.delta, cargo.bucket.views), strict=True)
         }
         return {"fragment": self.fragment, "launched": self.launched, "deltas": deltas}
-
-
-def _landed(pair: tuple[Bucket, Flight[Reduced]]) -> tuple[Bucket, Reduced]:
-    bucket, flight = pair
-    while flight.step():
-        pass
-    return bucket, flight.result
-
-
-def _shadow(bucket: Bucket) -> Bucket:
-    """The bucket without its numbers."""
-    flat = bucket.flat.to("meta")
-    slots: list[Slot] = [{} for _ in bucket.names]
-    views = unflatten(flat, bucket.views)
-    return Bucket(flat, views, bucket.names, slots, bucket.rank, bucket.world, bucket.step, bucket.round)

@@ -1,6 +1,6 @@
 """What a strategy will send, before anything runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -8,12 +8,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic import dryrun
-from laconic.bucket import Bucket, unflatten
-from laconic.composition import Strategy
+from laconic.averaging import chunks, mean
+from laconic.bucket import Bucket, pack, unflatten
+from laconic.composition import Averaging, Strategy
+from laconic.deltas import BUCKET_BYTES
+from laconic.fragments import fragments, launches
+from laconic.reducers.base import Reducer
+from laconic.routes import AUTO, Scope
+from laconic.schedules import Schedule
 from laconic.spec import strategy as read
-from laconic.wire import Traffic
+from laconic.wire import AllGather, Rounds, Traffic
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
+FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 LATE = 1 << 40  # a step by which every warm-up is over
 
 
@@ -24,43 +30,144 @@ def predict(
     world_size: int,
     buckets: Sequence[Sequence[str]] | None = None,
     step: int = LATE,
+    steps: int | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Traffic:
-    """Bytes and collectives of one rank in one step, worked out on meta tensors.
+    """Bytes and collectives of one rank, worked out on meta tensors.
 
-    `buckets` are lists of parameter names, as `run.layout()` gives them; without them, DDP's own rule is followed: the
-    parameters last to first, 1 MiB in the first bucket and 25 MiB in the others. `step` counts the steps done before, with
-    one exchange each; by default, every warm-up is over.
+    Of `steps` steps from `step` on; by default of one cycle of the strategy, `strategy.cycle`, when every warm-up is over:
+    one step where all are alike, a whole period of local updates. `buckets` are lists of parameter names, as `run.layout()`
+    gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
+    in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
+    What `moments` sends is not counted: it depends on the optimizer. Nor is a period that follows the learning rate: QSR
+    is taken at its base.
 
     >>> import torch
-    >>> predict("bf16()", torch.nn.Linear(1000, 1000, device="meta"), world_size=4)
+    >>> layer = torch.nn.Linear(1000, 1000, device="meta")
+    >>> predict("bf16()", layer, world_size=4)
     Traffic(payload_bytes=2502500, wire_bytes=3003000, collectives=2)
+    >>> predict("local_sgd(16)", layer, world_size=4)  # in 16 steps
+    Traffic(payload_bytes=4004000, wire_bytes=6006000, collectives=1)
     """
     chosen = read(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise ValueError("the model has no parameters that are trained")
-    if chosen.route.at(step) is None:
-        return Traffic()
+    groups = default_buckets(named) if buckets is None else buckets
+    unknown = [name for names in groups for name in names if name not in named]
+    if unknown:
+        raise ValueError(f"buckets name parameters that the model doesn't train: {', '.join(unknown)}")
+    known = {"node": world_size, AUTO: 1, "world": world_size, **(sizes or {})}
+    if sizes and "node" in sizes:
+        known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
+    between = _Between(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
     total = Traffic()
-    for names in default_buckets(named) if buckets is None else buckets:
-        unknown = [name for name in names if name not in named]
-        if unknown:
-            raise ValueError(f"buckets name parameters that the model doesn't train: {', '.join(unknown)}")
-        parameters = [named[name] for name in names]
-        size = sum(parameter.numel() for parameter in parameters)
-        flat = torch.empty(size, dtype=parameters[0].dtype, device="meta")
-        views, slots = unflatten(flat, parameters), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
-        bucket = Bucket(flat, views, names, slots, rank=0, world=world_size, step=step, round=step)
-        total += dryrun.predict(chosen.reducer.reduce(bucket), world_size)
+    for now in range(step, step + (chosen.cycle if steps is None else steps)):
+        scope = chosen.route.at(now)
+        size = _size(scope, known)
+        if scope is not None and (size > 1 or scope == "world"):
+            for names in groups:
+                total += _exchange(chosen.reducer, named, names, size, now, now)
+        if between is not None:
+            total += between.after(now)
     return total
 
 
-def default_buckets(named: dict[str, Tensor] | dict[str, nn.Parameter]) -> list[list[str]]:
+def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
     """The buckets that DDP settles on when gradients become ready from the last parameter to the first."""
-    names = list(reversed(named))
-    limits = [FIRST_BUCKET_BYTES, BUCKET_BYTES]
+    names = list(named)[::-1]
+    limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
     groups, _ = dist._compute_bucket_assignment_by_size([named[name] for name in names], limits)
     return [[names[index] for index in group] for group in groups]
+
+
+class _Between:
+    """What is sent between steps, as `LocalUpdates` does it."""
+
+    def __init__(
+        self,
+        averaging: Averaging,
+        named: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        step: int,
+    ) -> None:
+        self._averaging, self._named, self._buffers, self._sizes = averaging, named, buffers, sizes
+        self._last = step if step > averaging.start else 0
+        self._rounds = 0
+        self._schedules: list[Schedule] = []
+        if averaging.deltas is not None:
+            self._schedules = [*launches(averaging)] if averaging.every else [averaging.route.legs[0][0]]
+            self._fragments = fragments(named, averaging.deltas.fragments, averaging.deltas.order)
+
+    def after(self, step: int) -> Traffic:
+        """Sent after the step that follows `step` completed ones."""
+        total, averaging = Traffic(), self._averaging
+        if averaging.deltas is None:
+            scope = averaging.route.at(step, self._last)
+            size = _size(scope, self._sizes)
+            if scope is None or (size == 1 and scope != "world"):
+                return total
+            self._last = step + 1
+            return _mean(self._named, size) + self._of_buffers(size)
+        world = self._sizes["world"]
+        for number, schedule in enumerate(self._schedules):
+            if not schedule.due(step, self._last) or step < averaging.start:
+                continue
+            like = {name: _as_anchor(self._named[name]) for name in self._fragments[number]}
+            names = list(like)
+            for run in pack([self._named[name] for name in names], BUCKET_BYTES):
+                total += _exchange(averaging.deltas.reducer, like, [names[i] for i in run], world, step + 1, self._rounds)
+            if number == len(self._schedules) - 1:
+                self._last, self._rounds = step + 1, self._rounds + 1
+                total += self._of_buffers(world)
+        return total
+
+    def _of_buffers(self, size: int) -> Traffic:
+        match self._averaging.buffers:
+            case "average":
+                return _mean(self._buffers, size)
+            case "broadcast":
+                flats = [_meta(buffer.numel(), buffer.dtype) for buffer in self._buffers.values()]
+                gathers = [dryrun.predict(_gather(torch.cat(list(chunk))), size) for chunk in chunks(flats)]
+                return sum(gathers, Traffic())
+        return Traffic()
+
+
+def _size(scope: Scope | None, sizes: Mapping[str, int]) -> int:
+    if scope is None or isinstance(scope, int):
+        return scope or 1
+    if scope not in sizes:
+        raise ValueError(f"how many ranks has {scope!r}? Give sizes={{{scope!r}: ...}}")
+    return sizes[scope]
+
+
+def _exchange(
+    reducer: Reducer, named: Mapping[str, Tensor], names: Sequence[str], world: int, step: int, number: int
+) -> Traffic:
+    parameters = [named[name] for name in names]
+    flat = _meta(sum(parameter.numel() for parameter in parameters), parameters[0].dtype)
+    views, slots = unflatten(flat, parameters), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
+    bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, round=number)
+    return dryrun.predict(reducer.reduce(bucket), world)
+
+
+def _mean(tensors: Mapping[str, Tensor], world: int) -> Traffic:
+    flats = [_meta(tensor.numel(), tensor.dtype) for tensor in tensors.values()]
+    parts = [dryrun.predict(mean(torch.cat(list(chunk)), 0, world), world) for chunk in chunks(flats)]
+    return sum(parts, Traffic())
+
+
+def _gather(flat: Tensor) -> Rounds[None]:
+    yield AllGather(flat)
+
+
+def _as_anchor(parameter: Tensor) -> Tensor:
+    return _meta(parameter.numel(), parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32).view(parameter.shape)
+
+
+def _meta(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(count, dtype=dtype, device="meta")

@@ -84,7 +84,7 @@ class Groups:
         """
         world = self.world.process_group
         name = c10d.GroupName(f"laconic/{self._identity}/{len(self._own)}/{'_'.join(map(str, ranks))}")
-        backend = dist.get_backend_config(world)
+        backend = c10d._world.pg_map[world][0]
         process_group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),

@@ -96,7 +96,7 @@ class LocalUpdates:
     def _sync_deltas(self, step: int, meet: Callable[[], None]) -> tuple[Roll | None, TorchGroup]:
         assert self.deltas is not None
         due = [f for f, schedule in enumerate(self._schedules) if schedule.due(step - 1, self._last, self._rate)]
-        if due:
+        if due or self.deltas.airborne:
             meet()
         landed = self.deltas.advance(step, due)
         last = len(self.deltas.fragments) - 1  # the period ends with it

@@ -281,6 +281,12 @@ class Flight(Generic[Answer]):
             self._proceed(self._answer)
         return not self.over
 
+    def complete(self) -> Answer:
+        """Go through all rounds that are left."""
+        while self.step():
+            pass
+        return self.result
+
     def abandon(self, seconds: float) -> bool:
         """Forget the exchange; False: its collective is in the air even after so long, as a peer never launched its part."""
         self._rounds.close()
@@ -302,7 +308,4 @@ class Flight(Generic[Answer]):
 
 def land(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:
     """Run an exchange to its end and return its result."""
-    flight = Flight(rounds, group, ledger)
-    while flight.step():
-        pass
-    return flight.result
+    return Flight(rounds, group, ledger).complete()

@@ -1,0 +1,105 @@
+"""What averaging a model's parameters costs beside torch's PeriodicModelAverager: time, memory, and over a slow link."""
+
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+from benchmarks.harness import Timing, interleave, limit_loopback, on_private_link, peak_extra_bytes, report
+from laconic.averaging import ParameterAverager
+from laconic.wire import Ledger, TorchGroup
+from tests.ranks import last_ranks, ranks_within
+
+WORLD, REPEATS, RATES_MBIT = 2, 12, [0, 1000]
+
+
+def model() -> nn.Module:
+    """50 million parameters: an embedding, twelve blocks' worth of matrices and vectors."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512), nn.LayerNorm(512)) for _ in range(16)]
+    return nn.Sequential(nn.Embedding(32000, 512), *blocks)
+
+
+def alternatives() -> dict[str, Callable[[], Callable[[], object]]]:
+    """Each with a model of its own, built when it is called for."""
+
+    def theirs() -> Callable[[], object]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "When period is 1")
+            averager, mine = PeriodicModelAverager(period=1, warmup_steps=0), model()
+        # torch averages parameters that have a gradient, and no others.
+        for parameter in mine.parameters():
+            parameter.grad = torch.empty(1).expand(parameter.shape)
+        return lambda: averager.average_parameters(mine.parameters())
+
+    def ours() -> Callable[[], object]:
+        group, mine = TorchGroup(dist.group.WORLD), model()  # type: ignore[arg-type]
+        averager = ParameterAverager(dict(mine.named_parameters()), Ledger())
+        return lambda: averager.average(group)
+
+    return {"torch": theirs, "laconic": ours}
+
+
+def measure(rank: int, repeats: int) -> dict[str, Timing]:
+    """Seconds."""
+    runs = {name: build() for name, build in alternatives().items()}
+    for run in runs.values():
+        run()
+    return interleave(runs, repeats, 1)
+
+
+def memory(rank: int, name: str) -> int:
+    """Bytes."""
+    run = alternatives()[name]()
+    run()
+    return peak_extra_bytes(run)
+
+
+def inside(rate_mbit: int) -> None:
+    """In a namespace whose loopback is limited."""
+    limit_loopback(rate_mbit)
+    timings = ranks_within(1200, WORLD, measure, REPEATS if rate_mbit == 0 else 3)[0]
+    print(*(getattr(timings[name], field) for name in ("torch", "laconic") for field in ("best", "median")), flush=True)
+
+
+def main() -> None:
+    """All of it."""
+    rows: list[dict[str, object]] = []
+    for rate in RATES_MBIT:
+        numbers = [float(word) for word in on_private_link("benchmarks.averaging_cost", rate, capture=True).split()]
+        rows.append(
+            {
+                "link": f"{rate} Mbit/s" if rate else "no limit",
+                "what": "time, ms",
+                "torch": f"{numbers[0] * 1e3:.0f}",
+                "laconic": f"{numbers[2] * 1e3:.0f}",
+                "best, relative": f"{numbers[2] / numbers[0]:.2f}",
+                "median, relative": f"{numbers[3] / numbers[1]:.2f}",
+            }
+        )
+    peaks = {name: last_ranks(WORLD, memory, name)[0] for name in ("torch", "laconic")}
+    relative = f"{peaks['laconic'] / peaks['torch']:.2f}"
+    rows.append(
+        {
+            "link": "",
+            "what": "peak extra memory, MB",
+            "torch": f"{peaks['torch'] / 1e6:.0f}",
+            "laconic": f"{peaks['laconic'] / 1e6:.0f}",
+            "best, relative": relative,
+            "median, relative": relative,
+        }
+    )
+    legend = (
+        f"One averaging of {sum(p.numel() for p in model().parameters()) / 1e6:.0f} million fp32 parameters, {WORLD} processes "
+        f"on one machine's loopback, {REPEATS} interleaved repeats (3 over the limited link). Memory: pages held "
+        "beyond those of the model, at most."
+    )
+    report("averaging_cost", "Averaging parameters, beside torch's PeriodicModelAverager", rows, legend)
+
+
+if __name__ == "__main__":
+    inside(int(sys.argv[-1])) if "--inside" in sys.argv else main()
