@@ -102,6 +102,13 @@ class DeltaAverager:
         for airborne in list(self._air):
             self._land(airborne)
 
+    @torch.no_grad()
+    def release(self) -> None:
+        """What error feedback still holds goes into the parameters, once, and is forgotten."""
+        for name, slot in self._memory.items():
+            if "error" in slot:
+                self._parameters[name].sub_(slot.pop("error"))
+
     def abandon(self) -> None:
         """Forget what is in the air."""
         for airborne in self._air:

@@ -115,13 +115,16 @@ class LocalUpdates:
             self._drifted = False
         return present, group
 
-    def equalise(self, ledger: Ledger) -> None:
+    def equalise(self, ledger: Ledger, *, release: bool = False) -> None:
         """Replace every replica by the mean of all, now; all ranks together.
 
-        The outer optimizer has no part in it: a round that is cut short would get the momentum of a whole one.
+        The outer optimizer has no part in it: a round that is cut short would get the momentum of a whole one. With
+        `release`, what error feedback has not sent yet counts as sent.
         """
         if self.deltas is not None:
             self.deltas.land_all()
+            if release:
+                self.deltas.release()
         self.average_into_place(ledger)
         self._drifted = False
         if self.deltas is not None:

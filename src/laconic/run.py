@@ -272,8 +272,9 @@ class Run:
             agree([], problem, self._group, self._device)
             raise
         agree([f"strategy {chosen}", f"step {self._clock.step}"], None, self._group, self._device)
-        if (chosen.route.talks or chosen.averaging or self._local.deltas) and self._agree_on_drift():
-            self._local.equalise(self._ledger)
+        drifted = self._agree_on_drift() or self._local.deltas is not None
+        if drifted and (chosen.route.talks or chosen.averaging or self._local.deltas):
+            self._local.equalise(self._ledger, release=True)
             if chosen.route.talks:  # equal gradients keep replicas equal only if the optimizers' memory is equal as well
                 self._local.average_moments()
         drifted = self._local.drifted

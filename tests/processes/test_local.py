@@ -469,3 +469,45 @@ def foretold(rank: int, text: str) -> None:
 )
 def test_predicted_bytes_are_counted_bytes(text: str) -> None:
     ranks(2, foretold, text)
+
+
+def nothing_lost(rank: int) -> None:
+    """A lossy reducer's residual goes into the parameters when another strategy takes over: the mean is as without it."""
+    means = []
+    for text in ("local_sgd(1, reducer=ErrorFeedback(TopK(0.1)))", "local_sgd(1)"):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 20)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with laconic.attach(model, optimizer, text) as run:
+            for step in range(7):
+                torch.manual_seed(10 * step + rank)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn_like(parameter)  # the same whatever the parameters are
+                optimizer.step()
+            run.swap("silent()")
+        means.append(parameters(model))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*means, strict=True))
+
+
+def test_a_swap_loses_no_residual() -> None:
+    ranks(2, nothing_lost)
+
+
+def sixteen(rank: int) -> None:
+    for text in ("diloco(3)", "streaming_diloco(4, fragments=2, delay=2)", "local_sgd(2)", "local_sgd(2, reducer=Sign())"):
+        model = chain(3).bfloat16()
+        optimizer = adam(model)
+        with laconic.attach(model, optimizer, text) as run:
+            for step in range(10):
+                model(vectors(rank, step).bfloat16()).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert run._local.drifted or everywhere_equal(parameters(model))
+            anchors = run._local.deltas.anchors if run._local.deltas else {}
+            assert all(anchor.dtype == torch.float32 for anchor in anchors.values())
+        assert everywhere_equal(parameters(model))
+        assert all(parameter.dtype == torch.bfloat16 for parameter in parameters(model))
+
+
+def test_sixteen_bit_parameters_have_anchors_in_fp32() -> None:
+    ranks(2, sixteen)

@@ -70,6 +70,7 @@ LIMITS = [
     ("slowmo(3, beta=0.0, alpha=1.0, moments='keep')", "local_sgd(3)", momentum, False),
     ("local_sgd(3, reducer=Cast('bf16'))", "diloco(3, outer_lr=1.0, outer_momentum=0.0, reducer=Cast('bf16'))", adam, True),
     ("streaming_diloco(4, fragments=1, delay=0, blend=0.0)", "diloco(4, reducer=Quantized(8))", adam, True),
+    ("diloco(3, offload=True)", "diloco(3)", adam, True),
     ("local_sgd(4, moments='average')", "local_sgd(4, moments={'exp_avg': 4, 'exp_avg_sq': 4})", adam, True),
     ("local_sgd(period=QSR(base=3, alpha=1e-9))", "local_sgd(3)", adam, True),
 ]  # fmt: skip
