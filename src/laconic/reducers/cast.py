@@ -75,6 +75,9 @@ class Cast(Reducer):
         def finish() -> None:
             flat.copy_(mean[:count])
 
+        if error is None:
+            finish()
+            return Reduced(flat)
         return Reduced(flat, error, finish, finite(mean[:count]))
 
     def _scale(self, dtype: torch.dtype, world: int) -> float:
