@@ -23,7 +23,7 @@ class UnevenError(RuntimeError):
 
 def gather_texts(text: str, device: torch.device) -> Rounds[list[str]]:
     """Every rank's text."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     sizes = (yield AllGather(torch.tensor([len(data)], device=device))).flatten().tolist()
     padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
@@ -70,6 +70,13 @@ def pulse(going: bool, device: torch.device) -> Rounds[list[bool]]:
     """Which ranks still go on."""
     rows: Tensor = yield AllGather(torch.tensor([going], dtype=torch.uint8, device=device))
     return [bool(row) for row in rows.flatten().tolist()]
+
+
+def alike(text: str, device: torch.device) -> Rounds[bool]:
+    """Whether all ranks have the same text."""
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    rows = (yield AllGather(torch.tensor([digest], device=device))).flatten().tolist()
+    return len(set(rows)) == 1
 
 
 class Roll(NamedTuple):

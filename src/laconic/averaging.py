@@ -26,7 +26,8 @@ class ParameterAverager:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
-        self._tensors = [local(tensor) for tensor in tensors.values()]
+        parts = [local(tensor) for tensor in tensors.values()]
+        self._tensors = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
         self._ledger = ledger
 
     def average(self, group: Group) -> None:

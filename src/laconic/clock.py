@@ -25,6 +25,11 @@ class Clock:
             self._scaler_step = scaler.step
             scaler.step = self._scaled_step  # type: ignore[method-assign]  # GradScaler has no hooks of its own
 
+    @property
+    def between(self) -> bool:
+        """Whether some optimizers have made the next step and others have not."""
+        return any(self._ahead.values())
+
     def stop(self) -> None:
         """Count no further, and leave optimizers and scaler as they were."""
         for handle in self._handles:

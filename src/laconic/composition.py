@@ -62,9 +62,11 @@ class Averaging:
     route: Route
     deltas: Deltas | None = None
     buffers: str = "average"
-    moments: str | tuple[tuple[str, int], ...] = "keep"
+    moments: str | tuple[tuple[str, int], ...] | Mapping[str, int] = "keep"  # a mapping is kept as its items
 
     def __post_init__(self) -> None:
+        if isinstance(self.moments, Mapping):
+            object.__setattr__(self, "moments", tuple(sorted(self.moments.items())))
         if self.buffers not in BUFFERS:
             raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {self.buffers!r}")
         if isinstance(self.moments, str) and self.moments not in MOMENTS:

@@ -43,10 +43,12 @@ class DeltaAverager:
         device: torch.device,
         inner: Sequence[tuple[Sequence[str], Callable[[], float]]],
         rates: bool,
+        on_reset: Callable[[Sequence[str]], None],
     ) -> None:
         self.fragments = fragments
         self._parameters = {name: local(parameter) for name, parameter in parameters.items()}
         self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
+        self._on_reset = on_reset  # told the names of parameters that went back to the anchor
         self._rates = [rate for _, rate in inner] if rates else []
         self._memory: dict[str, Slot] = {name: {} for name in parameters}
         self._rounds = [0] * len(fragments)  # exchanges that each fragment has begun
@@ -177,6 +179,7 @@ class DeltaAverager:
                 anchor.grad = None
         else:
             blend = 0.0
+            self._on_reset(bucket.names)
             warnings.warn(
                 f"the parameters of a replica are not finite (among {bucket.names[0]}, ...); all replicas go back to where "
                 "they were after the last exchange",

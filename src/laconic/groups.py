@@ -33,6 +33,7 @@ class Groups:
         self.world = TorchGroup(process_group, worry)
         self._identity, self._worry, self._mesh, self._device = identity, worry, mesh, device
         self._own: list[dist.ProcessGroup] = []
+        self._idle: set[Scope] = set()  # scopes in which no rank has a partner
         self._by_scope: dict[Scope, TorchGroup] = {"world": self.world}
         self.add(scopes)
 
@@ -41,11 +42,8 @@ class Groups:
 
     def at(self, scope: Scope | None) -> TorchGroup | None:
         """With whom to talk, or None where that would be nobody."""
-        if scope is None or scope == "world":
-            return None if scope is None else self.world
-        group = self._by_scope[scope]
-        alone = group.world == 1 or (scope == AUTO and group.world == self.world.world)
-        return None if alone else group
+        # Alike on all ranks: a rank that is alone on its node talks with itself where others have partners.
+        return None if scope is None or scope in self._idle else self._by_scope[scope]
 
     def add(self, scopes: Iterable[Scope]) -> None:
         """Build the groups that are not there yet; in one order on all ranks."""
@@ -55,14 +53,18 @@ class Groups:
     def close(self) -> None:
         """Give back what was built here."""
         for process_group in self._own:
-            dist.destroy_process_group(process_group)
+            if process_group in c10d._world.pg_map:  # else the user has destroyed all groups at once
+                dist.destroy_process_group(process_group)
         self._own = []
+        self._by_scope = {"world": self.world}
 
     def _build(self, scope: Scope) -> TorchGroup:
         members = self.world.members
         if scope == AIR:
             return self._new(members)
         if isinstance(scope, int):
+            if scope == 1:
+                self._idle.add(scope)
             start = self.world.rank // scope * scope
             return self._sub(members[start : start + scope])
         if self._mesh is not None and scope in (self._mesh.mesh_dim_names or ()):
@@ -70,6 +72,8 @@ class Groups:
         assert scope in ("node", AUTO), f"{scope!r} has been checked"
         hosts = land(gather_texts(_host(), self._device), self.world, Ledger())
         mine = hosts[self.world.rank]
+        if len(set(hosts)) == len(hosts) or (scope == AUTO and len(set(hosts)) == 1):
+            self._idle.add(scope)
         return self._sub([member for member, host in zip(members, hosts, strict=True) if host == mine])
 
     def _sub(self, ranks: list[int]) -> TorchGroup:

@@ -1,18 +1,19 @@
 """What happens to parameters, buffers and the optimizers' memory between the optimizers' steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.agreement import Roll, gather_texts, roll
+from laconic.agreement import Roll, alike, roll
 from laconic.averaging import ParameterAverager
 from laconic.composition import Averaging
 from laconic.deltas import DeltaAverager
 from laconic.fragments import fragments, launches
 from laconic.groups import AIR, Groups
+from laconic.moments import Moments
 from laconic.schedules import QSR, Every, Schedule
 from laconic.wire import Ledger, TorchGroup, land
 
@@ -39,8 +40,9 @@ class LocalUpdates:
         self.syncs = 0
         self._averaging, self._parameters, self._buffers, self._optimizers = averaging, parameters, buffers, optimizers
         self._groups, self._ledger, self._control, self._device = groups, ledger, control, device
+        self.moments = Moments(optimizers, parameters, ledger, control, device)
         self._drifted = False
-        self._last, self._rate = 0, None  # type: int, float | None
+        self._last, self._rate = step, None  # type: int, float | None
         self._schedules: list[Schedule] = []
         self.deltas: DeltaAverager | None = None
         if averaging.deltas is not None:
@@ -71,23 +73,33 @@ class LocalUpdates:
             self._last, self._rate = step, max(present.rates, default=None)
             self._average_buffers(group, self._ledger)
             if isinstance(averaging.moments, str):
-                self._treat_moments(averaging.moments, group)
+                self.moments.treat(averaging.moments, group)
         if isinstance(averaging.moments, tuple):
             due = [key for key, period in averaging.moments if Every(period, averaging.start).due(step - 1)]
             if due:
                 meet()
-                self._average_moments(self._groups.world, due)
+                self.moments.average(self._groups.world, due)
 
-    def _begin(self) -> None:
+    def _begin(self) -> DeltaAverager:
         assert self._averaging.deltas is not None
         parts = fragments(self._parameters, self._averaging.deltas.fragments, self._averaging.deltas.order)
         group = self._groups[AIR] if self._averaging.deltas.delay else self._groups.world
         inner = self._inner()
         rates = self._averaging.deltas.outer.needs_rate or self._follows_rate
         self.deltas = DeltaAverager(
-            self._parameters, parts, self._averaging.deltas, group, self._ledger, self._control, self._device, inner, rates
+            self._parameters,
+            parts,
+            self._averaging.deltas,
+            group,
+            self._ledger,
+            self._control,
+            self._device,
+            inner,
+            rates,
+            self.moments.forget_bad,
         )
         self.deltas.restart()
+        return self.deltas
 
     @property
     def _follows_rate(self) -> bool:
@@ -136,14 +148,21 @@ class LocalUpdates:
         self._average_buffers(self._groups.world, ledger)
 
     def _average_buffers(self, group: TorchGroup, ledger: Ledger) -> None:
-        averager = ParameterAverager(self._buffers(), ledger)
+        buffers = self._buffers()
+        if not buffers or self._averaging.buffers == "local":
+            return
+        looks = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers.items()]
+        if not land(alike("\n".join(looks), self._device), group, self._control):
+            raise ValueError(
+                f"the model's buffers have different shapes on different ranks, so they can't be averaged; here they are "
+                f"{', '.join(looks)}; attach with buffers='local' to leave them alone"
+            )
+        averager = ParameterAverager(buffers, ledger)
         match self._averaging.buffers:
             case "average":
                 averager.average(group)
             case "broadcast":
                 averager.adopt_first(group)
-
-    # The optimizers' memory
 
     def _inner(self) -> list[tuple[list[str], Callable[[], float]]]:
         """Parameter names by the inner optimizers' groups, with the learning rate of each."""
@@ -157,40 +176,6 @@ class LocalUpdates:
         if names:  # no optimizer moves them, but anchors of all parameters belong to some group
             found.append((list(names.values()), lambda: 0.0))
         return found
-
-    def _moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(name, key, tensor) of all that the optimizers remember about single numbers of a parameter."""
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape and id(parameter) in names:
-                        yield f"{names[id(parameter)]} {key}", key, value
-
-    def average_moments(self) -> None:
-        """The optimizers' memory becomes the mean of the replicas'."""
-        self._average_moments(self._groups.world, None)
-
-    def _average_moments(self, group: TorchGroup, keys: Sequence[str] | None) -> None:
-        mine = {name: tensor for name, key, tensor in self._moments() if keys is None or key in keys}
-        # A parameter that never had a gradient on some rank has no memory there; only what all have is averaged.
-        everywhere = land(gather_texts("\n".join(mine), self._device), group, self._control)
-        common = set(mine).intersection(*(names.split("\n") for names in everywhere))
-        ParameterAverager({name: mine[name] for name in sorted(common)}, self._ledger).average(group)
-
-    def _treat_moments(self, policy: str, group: TorchGroup) -> None:
-        if policy == "average":
-            self._average_moments(group, None)
-        elif policy == "reset":
-            for optimizer in self._optimizers:
-                for state in optimizer.state.values():
-                    for value in state.values():
-                        if isinstance(value, Tensor):
-                            value.zero_()
-        elif policy == "auto":
-            for _, key, value in self._moments():
-                if key == "momentum_buffer":
-                    value.zero_()
 
     # State
 
@@ -207,8 +192,8 @@ class LocalUpdates:
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Go on where `state` was taken; all ranks together where an exchange was in the air."""
         self.syncs, self._last, self._rate, self._drifted = state["syncs"], state["last"], state["rate"], state["drifted"]
+        if self.deltas is not None:
+            self.deltas.abandon()
+            self.deltas = None
         if state["deltas"] is not None:
-            if self.deltas is None:
-                self._begin()
-            assert self.deltas is not None
-            self.deltas.load(state["deltas"], step)
+            self._begin().load(state["deltas"], step)

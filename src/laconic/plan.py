@@ -44,6 +44,8 @@ class Plan:
             "a DistributedDataParallel" if self.ddp else "a bare module",
             f"a mesh of {self.mesh.shape}" if self.mesh else "no mesh",
             *(f"parameter {name} of {_looks(parameter)}" for name, parameter in self.parameters.items()),
+            # (The buffers of a DDP are its own affair: it has sent the first rank's to all.)
+            *(f"buffer {name} of {_looks(b)}" for name, b in self.module.named_buffers() if self.ddp is None),
         ]
 
 
@@ -66,6 +68,9 @@ def check_route(
         largest = averaging.route.legs[0][1]
         raise ValueError(f"the last group must hold all {world} ranks, or replicas never become equal; got {largest!r}")
     if averaging and averaging.deltas:
+        odd = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
+        if odd:
+            raise ValueError(f"{strategy} sends deltas of floats, and {odd[0]} is {parameters[odd[0]].dtype}; use local_sgd()")
         fragments(parameters, averaging.deltas.fragments, averaging.deltas.order)
     if ddp is not None and ddp.find_unused_parameters and strategy.route.scopes - {"world"}:
         raise ValueError(

@@ -45,6 +45,11 @@ def world(schedule: Schedule | None = None) -> Route:
     return Route(((schedule or Every(1), "world"),))
 
 
+def node(schedule: Schedule | None = None) -> Route:
+    """The ranks on this host, at every step or by a schedule."""
+    return Route(((schedule or Every(1), "node"),))
+
+
 def silent() -> Route:
     """Nobody, ever."""
     return Route(((Never(), "world"),))

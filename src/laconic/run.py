@@ -106,7 +106,7 @@ class Run:
     def __init__(self, plan: Plan, process_group: dist.ProcessGroup, identity: str) -> None:
         self.strategy = plan.strategy
         self._module, self._parameters, self._optimizers = plan.module, plan.parameters, plan.optimizers
-        self._uneven = plan.uneven
+        self._uneven, self._scaler = plan.uneven, plan.scaler
         self._ddp = plan.ddp  # let go of by `detach`: a dead DDP must not linger beside a new one over the same module
         self._device = _control_device(process_group)
         names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
@@ -130,9 +130,10 @@ class Run:
         # From here on the optimizers keep the run alive, also where the caller drops it.
         self._clock = Clock(plan.optimizers, plan.scaler, self._after_step)
         attached.update(plan.optimizers)
-        if plan.ddp is None and plan.strategy.averaging is not None:
+        if plan.ddp is None:
             # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
-            ParameterAverager(self._averaged(), self._control).adopt_first(self._group)
+            everything = {**dict(plan.module.named_parameters()), **self._buffers()}
+            ParameterAverager(everything, self._control).adopt_first(self._group)
         self._local = self._local_updates()
         self._set_up_step()
 
@@ -163,6 +164,13 @@ class Run:
         if syncs and self._partners(self._clock.step) is not None:
             self._meet()
 
+    @property
+    def _drifted(self) -> bool:
+        """Whether this replica may differ from the others."""
+        partners = self._partners(self._clock.step)
+        alone = (partners.world if partners else 1) < self._group.world
+        return self._local.drifted or (self._clock.between and alone)
+
     def _meet(self) -> None:
         """Where ranks may stop at different steps: make sure that all are here, or stop."""
         if self._uneven == "stop" and not all(land(pulse(True, self._device), self._group, self._control)):
@@ -181,7 +189,7 @@ class Run:
             stop = self._uneven == "stop"
             if stop and error is None and (self.strategy.route.talks or self.strategy.averaging):
                 land(pulse(False, self._device), self._group, self._control)
-            if self._roll.leave(drifted=self._local.drifted, may_differ=stop):
+            if self._roll.leave(drifted=self._drifted, may_differ=stop):
                 self._local.equalise(self._ledger)
             if 0 < self._clock.step <= self.strategy.warmup:
                 warnings.warn(
@@ -276,11 +284,13 @@ class Run:
         if drifted and (chosen.route.talks or chosen.averaging or self._local.deltas):
             self._local.equalise(self._ledger, release=True)
             if chosen.route.talks:  # equal gradients keep replicas equal only if the optimizers' memory is equal as well
-                self._local.average_moments()
-        drifted = self._local.drifted
+                self._local.moments.equalise(self._group)
+                self._equalise_scaler()
+        drifted, syncs = self._drifted, self._local.syncs
         self.strategy = chosen
         self._groups.add(scopes(chosen))
         self._local = self._local_updates()
+        self._local.syncs = syncs
         if drifted:
             self._local.drift()
         if self._hook is not None:
@@ -292,16 +302,17 @@ class Run:
         if not self._live:
             return
         self._live = False
-        if self._local.drifted and sys.exc_info()[0] is None:
-            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
+        drifted = self._drifted
         self._clock.stop()
-        if self._local.deltas is not None:
-            self._local.deltas.abandon()
-        self._groups.close()
         attached.difference_update(self._optimizers)
         if self._ddp is not None:
             self._dispatcher.release()
             self._ddp = None
+        if self._local.deltas is not None:
+            self._local.deltas.abandon()
+        self._groups.close()
+        if drifted and sys.exc_info()[0] is None:
+            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's communication state, as plain data that `torch.load` takes by default."""
@@ -345,6 +356,14 @@ class Run:
             self._clock.step,
         )
 
+    def _equalise_scaler(self) -> None:
+        """A loss scale that moved on one rank alone would scale gradients differently that are now averaged."""
+        if self._scaler is not None and self._scaler._scale is not None:
+            state = {"scale": self._scaler._scale, "growth": self._scaler._growth_tracker}
+            ParameterAverager({key: value for key, value in state.items() if value is not None}, self._control).adopt_first(
+                self._group
+            )
+
     def _buffers(self) -> dict[str, Tensor]:
         ignored = set(self._ddp.parameters_to_ignore) if self._ddp else set()
         return {name: buffer for name, buffer in self._module.named_buffers() if name not in ignored}
@@ -360,7 +379,7 @@ class Run:
     def _agree_on_drift(self) -> bool:
         """Whether any replica may differ; clocks that differ are an error."""
         self._meet()
-        rows = land(gather_texts(f"{self._clock.step} {int(self._local.drifted)}", self._device), self._group, self._control)
+        rows = land(gather_texts(f"{self._clock.step} {int(self._drifted)}", self._device), self._group, self._control)
         steps, drifted = zip(*(row.split() for row in rows), strict=True)
         if len(set(steps)) > 1 and self._uneven == "error":
             made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(self._group.members, steps, strict=True))

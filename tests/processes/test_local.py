@@ -511,3 +511,33 @@ def sixteen(rank: int) -> None:
 
 def test_sixteen_bit_parameters_have_anchors_in_fp32() -> None:
     ranks(2, sixteen)
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a layer that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+        self.middle.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.middle(self.first(x)).tanh())
+        return y
+
+
+def tied(rank: int) -> None:
+    for text in ("local_sgd(3)", "diloco(3)", "streaming_diloco(4, fragments=2, delay=2, order='bytes')"):
+        model = Tied()
+        optimizer = adam(model)
+        with laconic.attach(model, optimizer, text):
+            frozen = model.middle.weight.detach().clone()
+            list(go(model, optimizer, rank, range(7)))
+        assert everywhere_equal(parameters(model))
+        assert model.last.weight is model.first.weight
+        assert torch.equal(frozen, model.middle.weight)
+
+
+def test_tied_and_frozen_parameters() -> None:
+    ranks(2, tied)

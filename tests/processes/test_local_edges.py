@@ -1,0 +1,191 @@
+"""Local updates where ranks are not alike: lone ranks on a node, optimizers ahead, memory and buffers that differ."""
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import laconic
+from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
+from tests.processes.test_local import adam, go, parameters
+from tests.ranks import ranks
+
+
+def lopsided(rank: int, text: str, uneven: str) -> None:
+    """Nodes of two ranks and of one."""
+    before = dict(os.environ)
+    try:
+        os.environ["GROUP_RANK"] = str(rank // 2)
+        model = build(chain)
+        optimizer = adam(model)
+        with laconic.attach(model, optimizer, text, uneven=uneven):  # type: ignore[arg-type]
+            list(go(model, optimizer, rank, range(9)))
+        assert everywhere_equal(parameters(model))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.mark.parametrize("uneven", ["error", "stop"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hierarchical_sgd({2: 'node', 4: 'world'})",
+        "post_local_sgd(2, 4, subgroup='node')",
+        "post_local_sgd(0, 4, subgroup='node')",
+        "post_local_sgd(0, 4)",
+    ],
+)
+def test_a_rank_alone_on_its_node(text: str, uneven: str) -> None:
+    ranks(3, lopsided, text, uneven)
+
+
+def unlike_memory(rank: int) -> None:
+    """Steps, loss scales and moments that differ after a local phase are equal before gradients are averaged."""
+    model = build(chain)
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    extra = list(model.parameters())[-1]
+    with laconic.attach(model, optimizer, "local_sgd(4)", scaler=scaler) as run:
+        for step in range(12):
+            if step == 6:
+                run.swap("ddp()")
+                assert everywhere_equal(parameters(model))
+            loss = model(vectors(rank, step)).square().sum()
+            scaler.scale(loss * (float("inf") if rank == 1 and step == 3 else 1.0)).backward()
+            if step < 6 and rank == 0:
+                extra.grad = None
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step >= 6:
+                assert everywhere_equal(parameters(model)), step
+
+
+def test_memory_is_equal_before_gradients_are_averaged() -> None:
+    ranks(2, unlike_memory)
+
+
+def without_memory(rank: int) -> None:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with laconic.attach(model, optimizer, "local_sgd(4, moments={'exp_avg': 3})") as run:
+        with pytest.warns(UserWarning, match="no optimizer remembers exp_avg"):
+            list(go(model, optimizer, rank, range(3)))
+        run.swap("ddp()")
+        list(go(model, optimizer, rank, range(3, 6)))
+        assert everywhere_equal(weights(model))
+
+
+def test_an_optimizer_without_memory() -> None:
+    ranks(2, without_memory)
+
+
+def one_ahead(rank: int) -> None:
+    model = chain()
+    halves = list(model.parameters())
+    one, other = torch.optim.SGD(halves[:10], lr=0.01), torch.optim.SGD(halves[10:], lr=0.01)
+    with laconic.attach(model, [one, other], "local_sgd(1)") as run:
+        for step in range(4):
+            model(vectors(rank, step)).square().sum().backward()
+            one.step()
+            if step < 3:
+                other.step()
+        assert not everywhere_equal(weights(model))
+        run.sync()
+        assert everywhere_equal(weights(model))
+
+
+def test_an_optimizer_that_is_ahead_has_drifted() -> None:
+    ranks(2, one_ahead)
+
+
+def silent_at_first(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = chain()
+    optimizer = adam(model)
+    with laconic.attach(model, optimizer, "silent()") as run:
+        run.swap("diloco(2)")
+        list(go(model, optimizer, rank, range(2)))
+        assert everywhere_equal(weights(model))
+
+
+def test_bare_modules_are_equal_from_the_start() -> None:
+    ranks(2, silent_at_first)
+
+
+def back_to_the_warm_up(rank: int) -> None:
+    model = build(chain)
+    optimizer = adam(model)
+    with laconic.attach(model, optimizer, "diloco(2, warmup=2)") as run:
+        list(go(model, optimizer, rank, range(1)))
+        kept = copy.deepcopy([run.state_dict(), model.state_dict(), optimizer.state_dict()])
+        list(go(model, optimizer, rank, range(1, 6)))
+        first = weights(model)
+        model.load_state_dict(kept[1])
+        optimizer.load_state_dict(kept[2])
+        run.load_state_dict(kept[0])
+        list(go(model, optimizer, rank, range(1, 6)))
+        assert same_bits(first, weights(model))
+
+
+def test_a_state_from_the_warm_up_has_no_anchor() -> None:
+    ranks(2, back_to_the_warm_up)
+
+
+def too_late(rank: int) -> None:
+    model = chain()
+    optimizer = adam(model)
+    run = laconic.attach(model, optimizer, "streaming_diloco(4, fragments=2, delay=2)")
+    dist.destroy_process_group()
+    run.detach()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with laconic.attach(model, optimizer, "local_sgd(2)"):
+        list(go(model, optimizer, rank, range(3)))
+
+
+def test_detach_after_the_groups_are_gone() -> None:
+    ranks(1, too_late)
+
+
+def caches(rank: int) -> str:
+    model = chain()
+    optimizer = adam(model)
+    run = laconic.attach(model, optimizer, "local_sgd(2)")
+    with pytest.raises(ValueError, match="different shapes on different ranks") as caught, run:
+        model.register_buffer("cache", torch.zeros(3 + rank))
+        list(go(model, optimizer, rank, range(2)))
+    with pytest.raises(ValueError, match=r"rank 1 has buffer cache of shape \(4,\)"):
+        laconic.attach(model, optimizer, "local_sgd(2)")
+    return str(caught.value)
+
+
+def test_buffers_that_differ_are_named() -> None:
+    for rank, message in enumerate(ranks(2, caches)):
+        assert f"cache ({3 + rank},)" in message
+        assert "buffers='local'" in message
+
+
+def recovers(rank: int) -> None:
+    model = chain(2)
+    optimizer = adam(model)
+    history: list[list[Tensor]] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*not finite")
+        with laconic.attach(model, optimizer, "diloco(2)"):
+            for step in range(10):
+                loss = model(vectors(rank, step)).square().sum()
+                (loss * (float("nan") if rank == 0 and step == 2 else 1.0)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                history.append(parameters(model))
+    assert all(tensor.isfinite().all() for tensor in history[-1])
+    assert not same_bits(history[5], history[9]), "it learns again"
+
+
+def test_one_bad_batch_does_not_stop_training_for_ever() -> None:
+    ranks(2, recovers)
