@@ -64,7 +64,8 @@ def attach(
     """Train `model` by `strategy`, with the loop as it is.
 
     All ranks call this together; they compare what they were given, and any difference is an error on all of them.
-    `model` is a DistributedDataParallel, or any module where the strategy never averages gradients. With a `scaler`, steps
+    `model` is a DistributedDataParallel, or any module where the strategy never averages gradients; such a module starts on
+    all ranks with the first one's numbers, as a DistributedDataParallel does. With a `scaler`, steps
     that it skips are counted too. `uneven="stop"` lets ranks run out of batches at different steps: all stop together
     then, for the price of a one-byte collective before each exchange; otherwise that is an error that names them. The
     dimensions of a `mesh` can be named as subgroups.

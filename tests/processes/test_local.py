@@ -46,6 +46,11 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
+def anchors_agree(run: laconic.Run) -> bool:
+    """The bits that all ranks must share at every step, also where `blend` keeps replicas apart."""
+    return run._local.deltas is None or everywhere_equal(list(run._local.deltas.anchors.values()))
+
+
 def every_recipe(rank: int, reducer: str) -> None:
     for name in ("local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"):
         model = chain(3)
@@ -55,6 +60,7 @@ def every_recipe(rank: int, reducer: str) -> None:
             optimizer = adam(model)
         with laconic.attach(model, optimizer, RECIPES[name].format(f", reducer={reducer}")) as run:
             for step in go(model, optimizer, rank, range(13)):
+                assert anchors_agree(run), (name, step)
                 local = max(step + 1 - (2 if name == "post_local_sgd" else 0), 0)
                 if local and local % 4 == 0 and name != "streaming_diloco":
                     assert everywhere_equal(parameters(model)), (name, step)
@@ -84,6 +90,7 @@ def sleepy(rank: int, name: str, steps: int) -> None:
         for _ in go(model, optimizer, rank, range(steps)):
             if draw.random() < 0.2:
                 time.sleep(draw.random() * 0.005)
+            assert anchors_agree(run)
             if not run._local.drifted:
                 assert everywhere_equal(parameters(model))
                 before += 1
