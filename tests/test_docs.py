@@ -18,20 +18,30 @@ def scripts(page: str) -> list[str]:
     return [block for block in blocks if "init_process_group" in block]
 
 
+def finished(command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a script; again where torch's gloo threads outlived Python at its very end.
+
+    Plain DDP without laconic aborts in that way too, in 3 of 12 short runs on a busy machine (torch 2.13).
+    """
+    for _ in range(4):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    return done
+
+
 def test_the_script_in_docs_attach(tmp_path: Path) -> None:
     (script,) = scripts("docs/attach.md")
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    done = finished(command)
     assert done.returncode == 0, done.stderr
     assert "Stats(steps=20, rounds=20" in done.stdout
     assert "['module" not in done.stdout, "names are the module's own"
 
 
 def test_the_demo_counts_what_it_predicted() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=180
-    )
+    done = finished([sys.executable, "examples/demo.py"])
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if re.match(r"(ddp|bf16)\(\)", line)}
     assert set(rows) == {"ddp()", "bf16()"}
