@@ -18,6 +18,10 @@ AIR = "all, in the air"
 """The scope of exchanges that stay in the air: all ranks, on a group that nobody else uses."""
 
 
+def _nothing() -> None:
+    """Nothing to do about a collective that takes long."""
+
+
 class Groups:
     """A group for each scope that a strategy talks with. All ranks of `process_group` build theirs together."""
 
@@ -28,7 +32,7 @@ class Groups:
         scopes: Iterable[Scope],
         mesh: DeviceMesh | None,
         device: torch.device,
-        worry: Callable[[], None],
+        worry: Callable[[], None] = _nothing,
     ) -> None:
         self.world = TorchGroup(process_group, worry)
         self._identity, self._worry, self._mesh, self._device = identity, worry, mesh, device
@@ -116,6 +120,12 @@ def check_scopes(scopes: Iterable[Scope], world: int, mesh: DeviceMesh | None) -
             raise ValueError(
                 f"subgroup {scope!r} is neither 'node' nor 'none' nor a dimension of the mesh; its dimensions: {known}"
             )
+
+
+def control_device(process_group: dist.ProcessGroup) -> torch.device:
+    """Where small messages of our own live: on the CPU, if the group talks there."""
+    devices = process_group._device_types
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
 
 
 def _host() -> str:

@@ -22,7 +22,7 @@ from laconic.bucket import Slot, local
 from laconic.clock import Clock
 from laconic.composition import Averaging, Strategy, render
 from laconic.dispatch import Dispatcher
-from laconic.groups import Groups
+from laconic.groups import Groups, control_device
 from laconic.hook import GradientHook
 from laconic.local import LocalUpdates
 from laconic.plan import Plan, attached, check, check_route, scopes
@@ -91,7 +91,7 @@ def attach(
     process_group = dist.distributed_c10d._get_default_group()
     if isinstance(model, DistributedDataParallel):
         process_group = model.process_group
-    group, device = TorchGroup(process_group), _control_device(process_group)
+    group, device = TorchGroup(process_group), control_device(process_group)
     try:
         plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world)
     except (TypeError, ValueError) as problem:
@@ -109,7 +109,7 @@ class Run:
         self._module, self._parameters, self._optimizers = plan.module, plan.parameters, plan.optimizers
         self._uneven, self._scaler = plan.uneven, plan.scaler
         self._ddp = plan.ddp  # let go of by `detach`: a dead DDP must not linger beside a new one over the same module
-        self._device = _control_device(process_group)
+        self._device = control_device(process_group)
         names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
         self._memory: dict[str, Slot] = {name: {} for name in names.values()}
         self._ledger, self._aside, self._control = Ledger(), Ledger(), Ledger()
@@ -392,8 +392,3 @@ class Run:
             raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
         if self._in_consensus:
             raise RuntimeError(f"{what}() can't be called inside consensus(): the parameters there are on loan")
-
-
-def _control_device(process_group: dist.ProcessGroup) -> torch.device:
-    devices = process_group._device_types
-    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

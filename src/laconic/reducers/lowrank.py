@@ -36,11 +36,12 @@ class Split(NamedTuple):
 
 def split(bucket: Bucket, rank: int, min_compression_rate: float) -> Split:
     """Compress where rank * (rows + columns) * min_compression_rate < rows * columns."""
-    return _split(tuple(tuple(view.shape) for view in bucket.views), rank, min_compression_rate)
+    return split_shapes(tuple(tuple(view.shape) for view in bucket.views), rank, min_compression_rate)
 
 
 @lru_cache(maxsize=1024)
-def _split(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: float) -> Split:
+def split_shapes(shapes: tuple[tuple[int, ...], ...], rank: int, min_compression_rate: float) -> Split:
+    """The same for a bucket of parameters of these shapes."""
     chosen: list[Matrix] = []
     rest: list[tuple[int, int]] = []
     start = 0

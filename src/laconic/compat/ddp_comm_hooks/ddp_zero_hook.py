@@ -1,0 +1,196 @@
+"""ZeRO's sharded optimizer steps in backward.
+
+What differs from torch:
+- They work on gloo: no collective leaves from a callback, so none leaves in another order on another rank
+  (tests/compat/test_zero.py::test_as_stepping_after_backward).
+- They work in a process group that doesn't begin with rank 0 (::test_in_a_subgroup).
+- Parameters keep their storage and their memory format (::test_channels_last).
+- New parameters travel in one all-gather of all shards at the end of backward, where torch broadcasts bucket by bucket. The
+  interleaved hook differs from the other one in when the optimizer computes: bucket by bucket, as gradients land.
+
+As in torch, the first two backwards (three with a static graph) update nothing: DDP's buckets, which decide who owns what, are
+not final before.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.averaging import CHUNK_BYTES
+from laconic.bucket import local, stored
+from laconic.compat._hooks import gradients
+from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
+
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def hook_with_zero_step(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """`hook`, and in the last bucket of a backward the step of `zero`, which must be built with `overlap_with_ddp=True`.
+
+    Each bucket belongs to one rank, or, with `shard_buckets`, to several.
+    `ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))`
+    """
+    return _with_zero(hook, ddp, zero, shard_buckets, interleaved=False)
+
+
+def hook_with_zero_step_interleaved(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """The same, with the optimizer's computation for a bucket as soon as the bucket's gradients are there.
+
+    `ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))`
+    """
+    return _with_zero(hook, ddp, zero, shard_buckets, interleaved=True)
+
+
+def _with_zero(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]],
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool,
+    interleaved: bool,
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    if not zero._overlap_with_ddp:
+        raise ValueError("zero steps in backward only if it is built with ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
+    shards = _Shards(ddp, zero, shard_buckets)
+
+    def zero_step_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        ready = shards.ready(bucket)
+        future = hook(state, bucket)
+        if not ready:
+            return future
+        if interleaved:
+
+            def step(landed: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+                shards.step([(bucket, landed.value())])
+                return landed.value()
+
+            future = future.then(step)
+        shards.pending.append((bucket, future))
+        if bucket.is_last():
+            pending, shards.pending = shards.pending, []
+            averaged = [(each, flight.wait()) for each, flight in pending]
+            if not interleaved:
+                shards.step(averaged)
+            shards.share()
+        return future
+
+    return zero_step_hook
+
+
+class _Shards:
+    """Who owns which parameters, and how the new ones get to everybody."""
+
+    def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool) -> None:
+        self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
+        self._ddp, self._zero = weakref.ref(ddp), zero
+        self._shard_buckets = shard_buckets
+        self._group = TorchGroup(zero.process_group)
+        self._lock = threading.Lock()  # interleaved, gradients may land in several threads at a time
+
+    def ready(self, bucket: dist.GradBucket) -> bool:
+        """Whether shards are dealt. They are at the second backward after DDP has settled its buckets."""
+        ddp, info = self._ddp(), self._zero._overlap_info
+        assert ddp is not None, "its backward is running"
+        if bucket.index() == 0:
+            self.pending = []  # of a backward that failed
+            if info.status == _OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+                self._deal()
+        if info.status == _OverlapStatus.INITIALIZED:
+            return True
+        if ddp._has_rebuilt_buckets:
+            if bucket.index() == 0:
+                info.params_per_bucket = []
+            info.params_per_bucket.append(bucket.parameters())
+            if bucket.is_last():
+                info.status = _OverlapStatus.DDP_HAS_REBUILT_BUCKETS
+        return False
+
+    def _deal(self) -> None:
+        zero: Any = self._zero  # torch hides most of its methods from type checkers
+        info = zero._overlap_info
+        info.shard_buckets = self._shard_buckets
+        info.total_size = sum(parameter.numel() for bucket in info.params_per_bucket for parameter in bucket)
+        info.status = _OverlapStatus.INITIALIZED
+        zero._clear_cache()
+        assert zero._bucket_assignments_per_rank, "reading it deals the buckets"
+        zero._partition_parameters(info.params_per_rank)
+        zero._init_local_optimizer()
+
+    def step(self, averaged: list[tuple[dist.GradBucket, Tensor]]) -> None:
+        """Step this rank's share of some buckets."""
+        found = {
+            id(parameter): gradient
+            for bucket, flat in averaged
+            for parameter, gradient in zip(bucket.parameters(), gradients(bucket, flat), strict=True)
+        }
+        with self._lock:
+            mine = self._zero.optim.param_groups[0]["params"]
+            wanted: list[Tensor | None] = [found.get(id(parameter)) for parameter in mine]
+            if any(gradient is not None for gradient in wanted):
+                self._zero._local_step(wanted)
+
+    def share(self) -> None:
+        """Give this rank's parameters to all, and take theirs."""
+        shards = self._zero._overlap_info.params_per_rank
+        for dtype, device in dict.fromkeys((p.dtype, p.device) for shard in shards for p in shard):
+            land(
+                _gather([[p for p in s if (p.dtype, p.device) == (dtype, device)] for s in shards], self._group),
+                self._group,
+                Ledger(),
+            )
+
+
+@torch.no_grad()
+def _gather(shards: list[list[Tensor]], group: TorchGroup) -> Rounds[None]:
+    """Every rank's shard to all the others, a few MiB at a time.  Bytes: (N-1) * the largest shard."""
+    flats = [[_flat(parameter) for parameter in shard] for shard in shards]
+    like = next(flat for shard in flats for flat in shard)
+    longest = max(sum(flat.numel() for flat in shard) for shard in flats)
+    room = CHUNK_BYTES // like.element_size()
+    for start in range(0, longest, room):
+        size = min(room, longest - start)
+        message = like.new_zeros(size)
+        for piece, part in _overlaps(flats[group.rank], start, size):
+            message[part] = piece
+        rows = yield AllGather(message)
+        for rank, row in enumerate(rows):
+            if rank != group.rank:
+                for piece, part in _overlaps(flats[rank], start, size):
+                    piece.copy_(row[part])
+    for shard, pieces in zip(shards, flats, strict=True):
+        for parameter, flat in zip(shard, pieces, strict=True):
+            if stored(local(parameter)) is None:  # it has gaps in memory, and was copied
+                local(parameter).copy_(flat.view(parameter.shape))
+
+
+def _flat(parameter: Tensor) -> Tensor:
+    view = stored(local(parameter))
+    return local(parameter).flatten() if view is None else view
+
+
+def _overlaps(flats: list[Tensor], start: int, size: int) -> list[tuple[Tensor, slice]]:
+    """The pieces of a shard that lie in [start, start + size), each with its place there."""
+    found, position = [], -start
+    for flat in flats:
+        first, last = max(position, 0), min(position + flat.numel(), size)
+        if first < last:
+            found.append((flat[first - position : last - position], slice(first, last)))
+        position += flat.numel()
+    return found

@@ -1,0 +1,89 @@
+"""Plain averaging, and 16 bits on the wire.
+
+What differs from torch:
+- bf16 works on gloo, and is summed in fp32, as fp16 is: two roundings whatever the world's size
+  (tests/compat/test_default_hooks.py::test_sixteen_bits_are_summed_in_32).
+- No state means the DDP's own process group, not all ranks of the job
+  (tests/compat/test_default_hooks.py::test_a_ddp_of_some_ranks_needs_no_state).
+- A wrapper's result has the gradients' dtype, whatever the hook inside returns
+  (tests/compat/test_default_hooks.py::test_wrappers_give_the_dtype_back).
+- A hook of here must be given every bucket of a backward: all futures are done when the last bucket's is.
+"""
+
+# DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.compat._hooks import average
+from laconic.reducers.cast import Cast
+from laconic.reducers.exact import Exact
+
+__all__ = ["allreduce_hook", "bf16_compress_hook", "bf16_compress_wrapper", "fp16_compress_hook", "fp16_compress_wrapper"]
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as DDP does without a hook, to the bit.  Bytes: 2(N-1)/N * n * itemsize.
+
+    `ddp.register_comm_hook(None, allreduce_hook)`
+    """
+    return average(process_group, bucket, Exact())
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send gradients as fp16, sum them in fp32.  Bytes: 2(N-1)/N * 2n.
+
+    `ddp.register_comm_hook(None, fp16_compress_hook)`
+    """
+    return average(process_group, bucket, Cast("fp16"))
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Send gradients as bf16, sum them in fp32.  Bytes: 2(N-1)/N * 2n.
+
+    `ddp.register_comm_hook(None, bf16_compress_hook)`
+    """
+    return average(process_group, bucket, Cast("bf16"))
+
+
+def fp16_compress_wrapper(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]],
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """Hand `hook` the bucket as fp16, and give what it returns back in the gradients' own dtype.
+
+    `ddp.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))`
+    """
+    return _in_dtype(torch.float16, hook)
+
+
+def bf16_compress_wrapper(
+    hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]],
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    """Hand `hook` the bucket as bf16, and give what it returns back in the gradients' own dtype.
+
+    `ddp.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))`
+    """
+    return _in_dtype(torch.bfloat16, hook)
+
+
+def _in_dtype(
+    dtype: torch.dtype, hook: Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
+    def compressed_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        whole = bucket.buffer()
+        bucket.set_buffer(whole.to(dtype))
+
+        def restore(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            bucket.set_buffer(whole.copy_(future.value()))
+            return whole
+
+        return hook(state, bucket).then(restore)
+
+    return compressed_hook
+
+
+# DDP refuses a hook with the name of torch's unless NCCL is there. Pickle goes by `__qualname__`, which stays.
+bf16_compress_hook.__name__ = "bf16_hook"

@@ -1,0 +1,127 @@
+"""Gradients averaged over all ranks at first, then within each node.
+
+What differs from torch:
+- `subgroup=None` works without CUDA: ranks on one host, or under one torchrun agent, form a group. The groups are built at the
+  first backward, on all ranks alike (tests/compat/test_post_local_sgd.py::test_the_default_subgroup_is_the_node).
+- In the local phase DDP no longer overwrites buffers with rank 0's, nor waits for it (::test_buffers_stay_local).
+- Under accumulation without `no_sync`, the warm-up counts optimizer steps (::test_the_warm_up_counts_optimizer_steps).
+- A state can be pickled and read by `torch.load`; its groups are left out (::test_a_state_can_be_saved).
+- The mean is times 1/N, as DDP's own, where torch's hook divides by N: the same bits where N is a power of two
+  (::test_as_torch).
+- With `find_unused_parameters=True` DDP still compares over all ranks which parameters were used, as in torch.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.agreement import agree
+from laconic.compat._hooks import Binding, landed
+from laconic.compat._owner import owner
+from laconic.groups import Groups, control_device
+from laconic.reducers.exact import Exact
+from laconic.wire import TorchGroup
+
+__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """When to stop averaging gradients over all ranks, and with whom afterwards.
+
+    `process_group`: all ranks, for the first `start_localSGD_iter` steps; None: the DDP's own.
+    `subgroup`: the ranks that go on averaging gradients together; None: those on one node.
+    `post_local_gradient_allreduce`: False: nobody averages gradients afterwards.
+
+    >>> PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100).iter
+    0
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,  # noqa: N803  # torch's name
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+        self._groups: Groups | None = None
+        self._binding: Binding | None = None
+        self._sync_buffers = True
+        logger.info("Local SGD will begin after %s iterations.", start_localSGD_iter)
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count a step at its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_localSGD_iter:
+                logger.info("Local SGD begins after %s iterations.", self.iter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("Process groups can't be saved: they are left out of the saved post-local SGD state.")
+        names = ("start_localSGD_iter", "post_local_gradient_allreduce", "iter")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group, self.subgroup = dist.group.WORLD, None
+        self.__dict__.update(state, _groups=None, _binding=None, _sync_buffers=True)
+        logger.warning(
+            "The loaded post-local SGD state talks to all ranks, then to those on its node; "
+            "for other process groups, set its `process_group` and `subgroup`."
+        )
+
+    def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        binding = self._bound(bucket)
+        if bucket.index() == 0:
+            stepped = binding.stepped()  # else this is another backward of the optimizer step that was counted
+            binding.hook.step = self.iter if stepped else max(self.iter - 1, 0)
+            local = binding.hook.step >= self.start_localSGD_iter
+            binding.use(Exact(), self.subgroup if local else self.process_group)
+        step = binding.hook.step
+        alone = step >= self.start_localSGD_iter and not self.post_local_gradient_allreduce
+        future = landed(bucket.buffer()) if alone else binding.hook.arrive(bucket)
+        if step == self.iter:
+            self.maybe_increase_iter(bucket)
+        if bucket.is_last():
+            binding.ddp.forward_sync_buffers = self._sync_buffers and self.iter < self.start_localSGD_iter
+        return future
+
+    def _bound(self, bucket: dist.GradBucket) -> Binding:
+        if self._binding is None or bucket.index() == 0:
+            ddp = owner(bucket, self)
+            if self._binding is None or not self._binding.belongs_to(ddp):
+                self._binding = Binding(ddp, {})
+                self._sync_buffers = ddp.forward_sync_buffers
+            if self.subgroup is None and self.post_local_gradient_allreduce:
+                self.subgroup = self._node(self.process_group if self.process_group is not None else ddp.process_group)
+        return self._binding
+
+    def _node(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+        device = control_device(process_group)
+        identity = agree(["post_localSGD_hook"], None, TorchGroup(process_group), device)
+        self._groups = Groups(process_group, identity, ["node"], None, device)
+        return self._groups["node"].process_group
+
+
+def post_localSGD_hook(  # noqa: N802  # torch's name
+    state: PostLocalSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average over all ranks in the first `state.start_localSGD_iter` steps, then within `state.subgroup` alone.
+
+    Replicas then drift apart: average the parameters after `optimizer.step()` with a `PeriodicModelAverager` of the same
+    warm-up, or by a `PostLocalSGDOptimizer`. Paper: Lin et al. 2018, arXiv:1808.07217.
+
+    `ddp.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=100), post_localSGD_hook)`
+    """
+    return state._average(bucket)
+
+
+# What `torch.load` may build when it reads a checkpoint with its default weights_only=True.
+torch.serialization.add_safe_globals([PostLocalSGDState, post_localSGD_hook])

@@ -1,0 +1,249 @@
+"""Gradients as products of thin matrices.
+
+What differs from torch:
+- It works with several buckets on any backend: no collective is launched from a callback
+  (tests/compat/test_powersgd.py::test_many_buckets_keep_replicas_equal).
+- `batched_powerSGD_hook` works (::test_batched).
+- Memory is kept by parameter name: saved with one DDP, it goes on in another with other buckets
+  (::test_resume_with_other_buckets).
+- A state can be read by `torch.load` as it is (::test_torch_load_reads_a_saved_state), and has a `state_dict` of plain data.
+- What is not compressed is averaged exactly, with no error fed back (::test_what_is_not_compressed_stays_exact).
+- Scalars and empty parameters work (::test_scalar_and_empty_parameters); a gradient of zeros (::test_zeros_then_good_steps) or
+  an overflow on one rank (::test_an_overflow_on_one_rank) leaves no trace in the steps that follow.
+- A rank's error is taken against what that rank sent, not against the mean: the same sum, bounded on each rank
+  (::test_as_torch_from_the_same_start).
+- Under accumulation without `no_sync`, `iter` counts optimizer steps (::test_the_warm_up_counts_optimizer_steps).
+- `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are taken and not needed: bases are found without dividing by
+  zero, and matrices of the same shape are always worked on together. P is worked out anew in each step: `p_memory_dict` is
+  empty. Factors travel as fp32 also inside `fp16_compress_wrapper`.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from laconic.bucket import Slot
+from laconic.compat._hooks import Binding, checked_memory
+from laconic.compat._owner import owner
+from laconic.reducers.base import Reducer
+from laconic.reducers.batched_powersgd import BatchedPowerSGD
+from laconic.reducers.error_feedback import ErrorFeedback
+from laconic.reducers.exact import Exact
+from laconic.reducers.lowrank import split_shapes
+from laconic.reducers.powersgd import PowerSGD
+
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+SAVED = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "orthogonalization_epsilon",
+    "use_error_feedback",
+    "warm_start",
+    "batch_tensors_with_same_shape",
+    "random_seed",
+    "iter",
+    "total_numel_before_compression",
+    "total_numel_after_compression",
+    "compression_stats_logging_frequency",
+    "next_stats_report",
+)
+
+
+class PowerSGDState:
+    """Settings and memory of PowerSGD, for one DDP.
+
+    `matrix_approximation_rank`: thin matrices of so many columns; 1 to 4 for most models, more for language models.
+    `start_powerSGD_iter`: plain averaging in the first so many steps; a tenth of the run is a good start.
+    `min_compression_rate`: parameters that would shrink by less are sent as they are.
+    `use_error_feedback`: what a message left out goes into the next one.  `warm_start`: begin from the last step's factors.
+    `random_seed`: of the first factors, the same on all ranks.
+
+    Settings may be changed between steps. `iter` is the number of steps so far.
+
+    >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
+    >>> state.iter, state.compression_stats()
+    (0, (0, 0, 0))
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803  # torch's name
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        if (use_error_feedback or warm_start) and start_powerSGD_iter <= 1:
+            raise ValueError(
+                f"start_powerSGD_iter must be above 1 with error feedback or warm start, as in torch; got {start_powerSGD_iter}"
+            )
+        self.process_group = process_group
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.iter = 0
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
+        self.next_stats_report = 0
+        self._memory: dict[str, Slot] = {}
+        self._rounds = 0
+        self._binding: Binding | None = None
+        self._per_layer()  # complains of a rank or a rate that can't be
+        logger.info("PowerSGD settings: %s", ", ".join(f"{name} = {getattr(self, name)}" for name in SAVED[:8]))
+
+    # Memory, by parameter name
+
+    @property
+    def error_dict(self) -> dict[str, torch.Tensor]:
+        """What this rank has left out so far, by parameter name."""
+        return {name: slot["error"] for name, slot in self._memory.items() if "error" in slot}
+
+    @property
+    def q_memory_dict(self) -> dict[str, torch.Tensor]:
+        """The last step's Q, rank x columns, by parameter name."""
+        return {name: slot["q"] for name, slot in self._memory.items() if "q" in slot}
+
+    @property
+    def p_memory_dict(self) -> dict[str, torch.Tensor]:
+        """Nothing: P is not kept."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's settings and memory as plain data. Every rank saves its own: each has its own error."""
+        memory = {name: {key: tensor.clone() for key, tensor in slot.items()} for name, slot in self._memory.items() if slot}
+        rounds = self._rounds if self._binding is None else self._binding.hook.rounds
+        return {**{name: getattr(self, name) for name in SAVED}, "memory": memory, "rounds": rounds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, in this DDP or another of the same model."""
+        missing = [name for name in (*SAVED, "memory", "rounds") if name not in state]
+        if missing:
+            raise ValueError(f"this is no state_dict of a PowerSGDState: {missing[0]!r} is missing")
+        memory = {name: dict(slot) for name, slot in state["memory"].items()}
+        if self._binding is not None:
+            checked_memory(memory, self._binding.ddp)
+        for name in SAVED:
+            setattr(self, name, state[name])
+        self._memory, self._rounds, self._binding = memory, state["rounds"], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        logger.warning("A process group can't be saved: it is left out of the saved PowerSGD state.")
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._binding = None
+        self.process_group = dist.group.WORLD
+        self.load_state_dict(state)
+        logger.warning("The loaded PowerSGD state talks to all ranks; for another process group, set its `process_group`.")
+
+    # Steps
+
+    def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
+        """Count a step at its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+            if self.iter == self.start_powerSGD_iter:
+                logger.info("PowerSGD begins after %s iterations.", self.iter)
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """How many times fewer numbers were sent, how many there were, and how many were sent, since PowerSGD began."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0, before, after)
+
+    def _average(self, bucket: dist.GradBucket, compressor: Reducer) -> torch.futures.Future[torch.Tensor]:
+        binding = self._bound(bucket)
+        if bucket.index() == 0:
+            stepped = binding.stepped()  # else this is another backward of the optimizer step that was counted
+            binding.hook.step = self.iter if stepped else max(self.iter - 1, 0)
+            begun = binding.hook.step >= self.start_powerSGD_iter
+            binding.use(compressor if begun else Exact(), self.process_group)
+        if binding.hook.reducer == compressor:
+            self._count(bucket, compressor)
+        step = binding.hook.step
+        future = binding.hook.arrive(bucket)
+        if step == self.iter:
+            self.maybe_increase_iter(bucket)
+        return future
+
+    def _bound(self, bucket: dist.GradBucket) -> Binding:
+        if self._binding is None or bucket.index() == 0:
+            ddp = owner(bucket, self)
+            if self._binding is None or not self._binding.belongs_to(ddp):
+                checked_memory(self._memory, ddp)
+                rounds = self._rounds if self._binding is None else self._binding.hook.rounds
+                self._binding = Binding(ddp, self._memory)
+                self._binding.hook.rounds = rounds
+        return self._binding
+
+    def _per_layer(self) -> Reducer:
+        return self._fed_back(
+            PowerSGD(self.matrix_approximation_rank, self.min_compression_rate, self.warm_start, self.random_seed)
+        )
+
+    def _batched(self) -> Reducer:
+        return self._fed_back(BatchedPowerSGD(self.matrix_approximation_rank, self.warm_start, self.random_seed))
+
+    def _fed_back(self, reducer: Reducer) -> Reducer:
+        return ErrorFeedback(reducer) if self.use_error_feedback else reducer
+
+    def _count(self, bucket: dist.GradBucket, compressor: Reducer) -> None:
+        numbers = bucket.buffer().numel()
+        inner = compressor.inner if isinstance(compressor, ErrorFeedback) else compressor
+        if isinstance(inner, PowerSGD):
+            shapes = tuple(tuple(parameter.shape) for parameter in bucket.parameters())
+            parts = split_shapes(shapes, inner.rank, inner.min_compression_rate)
+            sent = parts.tall + parts.wide + parts.plain
+        else:
+            sent = 2 * math.ceil(math.sqrt(numbers)) * self.matrix_approximation_rank
+        self.total_numel_before_compression += numbers
+        self.total_numel_after_compression += sent
+        if bucket.is_last() and self.iter >= self.next_stats_report:
+            rate, before, after = self.compression_stats()
+            logger.info("PowerSGD at iteration %s: %s numbers sent as %s, %.3g times fewer.", self.iter, before, after, rate)
+            self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+
+def powerSGD_hook(  # noqa: N802  # torch's name
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Send each matrix as two thin factors, after `state.start_powerSGD_iter` plain steps; see `laconic.PowerSGD`.
+
+    Bytes: 2(N-1)/N * 4(r(rows + columns) + the rest).
+    Paper: Vogels et al. 2019, arXiv:1905.13727.
+
+    `ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)`
+    """
+    return state._average(bucket, state._per_layer())
+
+
+def batched_powerSGD_hook(  # noqa: N802  # torch's name
+    state: PowerSGDState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The same on a whole bucket as one square matrix: fewer bytes, less true; see `laconic.BatchedPowerSGD`.
+
+    `ddp.register_comm_hook(PowerSGDState(None), batched_powerSGD_hook)`
+    """
+    return state._average(bucket, state._batched())
+
+
+# What `torch.load` may build when it reads a checkpoint with its default weights_only=True.
+torch.serialization.add_safe_globals([PowerSGDState, powerSGD_hook, batched_powerSGD_hook])

@@ -1,0 +1,1 @@
+"""Averaging of whole models between optimizer steps."""

@@ -1,0 +1,84 @@
+"""Averaging of a model every so many steps.
+
+What differs from torch:
+- What `utils` does better (all parameters, in place, few MiB).
+- Ranks compare their parameters' shapes at the first averaging, and say where they differ instead of hanging
+  (tests/compat/test_averagers.py::test_ranks_with_other_parameters_are_told).
+- An averager can be copied, as an optimizer that holds it is (tests/compat/test_optimizer.py::test_deepcopy).
+
+As in torch, the phases differ: `PeriodicModelAverager` counts its period from the end of the warm-up and so averages in the
+very step that ends it; `HierarchicalModelAverager` counts from step 0 (::test_when_each_averager_averages).
+"""
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from laconic.agreement import agree
+from laconic.compat.model_averaging import utils
+from laconic.groups import control_device
+from laconic.wire import TorchGroup
+
+__all__ = ["ModelAverager", "PeriodicModelAverager"]
+
+
+class ModelAverager(ABC):
+    """What averages a model's parameters over a process group; None: over all ranks. `step` counts the calls."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        self.process_group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+        self.step = 0
+        self._compared = False
+
+    @abstractmethod
+    def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
+        """Called after each optimizer step: average if it is time."""
+        raise NotImplementedError
+
+    def _average(
+        self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], process_group: dist.ProcessGroup
+    ) -> None:
+        found = utils.get_params_to_average(params)
+        if not self._compared and not dist._rank_not_in_group(process_group):
+            facts = [f"parameter {place}: {p.dtype} {tuple(p.shape)}" for place, p in enumerate(found)]
+            agree(facts, None, TorchGroup(process_group), control_device(process_group))
+            self._compared = True
+        utils.average_parameters(iter(found), process_group)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # Process groups are not copied: a copy averages with the same ranks.
+        return copy.copy(self)
+
+
+class PeriodicModelAverager(ModelAverager):
+    """Averages parameters every `period` steps, beginning with step `warmup_steps`.
+
+    Call it after each optimizer step; with `post_localSGD_hook`, give `warmup_steps` as its `start_localSGD_iter`.
+
+    `PeriodicModelAverager(period=4, warmup_steps=100).average_parameters(model.parameters())`
+    """
+
+    def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(process_group)
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be 0 or more, got {warmup_steps}")
+        if period < 1:
+            raise ValueError(f"period must be at least 1, got {period}")
+        if period == 1:
+            warnings.warn(
+                "with period=1 a model averager sends as much as DistributedDataParallel does; use that, or a longer period",
+                stacklevel=2,
+            )
+        self.warmup_steps, self.period = warmup_steps, period
+
+    def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
+        """Average, if `step` is the warm-up's end or whole periods after it; then count the step."""
+        since = self.step - self.warmup_steps
+        if since >= 0 and since % self.period == 0:
+            self._average(params, self.process_group)
+        self.step += 1

@@ -1,0 +1,111 @@
+"""An optimizer that averages its parameters after its steps.
+
+What differs from torch:
+- It is an optimizer in full: `step(closure)`, `defaults`, step hooks, copying (tests/compat/test_optimizer.py::test_closure,
+  ::test_step_hooks, ::test_deepcopy).
+- Learning-rate schedulers work after `load_state_dict`, too (::test_a_scheduler_after_loading).
+- A GradScaler that finds an overflow on one rank skips that rank's update but neither the count nor the averaging: ranks stay
+  in step (::test_a_scaler_that_skips_on_one_rank).
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from laconic.compat.model_averaging.averagers import ModelAverager
+
+__all__ = ["PostLocalSGDOptimizer"]
+
+
+class PostLocalSGDOptimizer(Optimizer):
+    """The optimizer `optim`, and after each of its steps the `averager`.
+
+    `PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=4, warmup_steps=100))`
+    Paper: Lin et al. 2018, arXiv:1808.07217.
+    """
+
+    # A GradScaler then calls `step` in any case and leaves it to us to unscale and to skip.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None  # set by a GradScaler for one call of `step`, with `found_inf`
+    found_inf: torch.Tensor
+
+    def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
+        if not isinstance(optim, Optimizer):
+            raise TypeError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}")
+        if not isinstance(averager, ModelAverager):
+            raise TypeError(f"averager must be a ModelAverager, got {type(averager).__name__}")
+        self.__setstate__({"optim": optim, "averager": averager})
+
+    # Not Optimizer.__init__: the parameters, their state and the defaults are those of `optim`, always.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optim.defaults
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optim": self.optim, "averager": self.averager}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.optim: Optimizer = state["optim"]
+        self.averager: ModelAverager = state["averager"]
+        super().__setstate__({})  # gives it the hooks of an optimizer
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of `optim`, then the averager."""
+        loss = self._scaled_step(closure) if hasattr(self, "found_inf") else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def _scaled_step(self, closure: Callable[[], float] | None) -> float | None:
+        """A GradScaler has left its scale and whether it saw an overflow."""
+        if self.found_inf.item():
+            return None
+        if self.grad_scale is not None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.div_(self.grad_scale.to(parameter.grad.device))
+        return self.optim.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of `optim`, and under "step" how many steps the averager has counted."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state = {**self.optim.state_dict(), "step": self.averager.step}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave, or from a plain state dict of `optim`, with a warning."""
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
+        if "step" not in state_dict:
+            warnings.warn("the state dict has no step of the averager: it counts from 0, warm-up included", stacklevel=2)
+        self.averager.step = state_dict.get("step", 0)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

@@ -1,0 +1,87 @@
+"""Hooks by name, and things that are no functions."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.compat.libraries import averaged, both, but_torch, close, linear, mean, module, noise
+from tests.models import everywhere_equal
+from tests.ranks import ranks
+
+SHAPES = ((40, 30), (7,))
+WORK_IN_TORCH = ["ALLREDUCE", "FP16_COMPRESS", "POWER_SGD", "POWER_SGD_RANK2", "BATCHED_POWER_SGD", "BATCHED_POWER_SGD_RANK2"]
+OURS_ALONE = ["BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"]
+
+
+def by_name(rank: int, library: str, name: str) -> None:
+    hooks = module(library, "ddp_comm_hooks")
+    for register in (
+        lambda model: hooks.register_ddp_comm_hook(hooks.DDPCommHookType[name], model),
+        lambda model: hooks.DDPCommHookType[name].value(model=model, state=dist.group.WORLD),
+    ):
+        model = linear(*SHAPES)
+        register(model)
+        found = averaged(model, noise(rank, *SHAPES))
+        assert close(found, mean(lambda rank: noise(rank, *SHAPES), 2), 0.05)
+        assert everywhere_equal(found)
+
+
+@pytest.mark.parametrize("name", WORK_IN_TORCH)
+@both
+def test_each_name_registers_its_hook(library: str, name: str) -> None:
+    ranks(2, by_name, library, name)
+
+
+@pytest.mark.parametrize("name", OURS_ALONE)
+@but_torch("needs NCCL")
+def test_names_that_need_nccl_in_torch(library: str, name: str) -> None:
+    ranks(2, by_name, library, name)
+
+
+def silent(rank: int, library: str) -> None:
+    hooks = module(library, "ddp_comm_hooks")
+    model = linear(*SHAPES)
+    hooks.register_ddp_comm_hook(hooks.DDPCommHookType.NOOP, model)
+    assert close(averaged(model, noise(rank, *SHAPES)), noise(rank, *SHAPES))
+
+
+@both
+def test_noop_averages_nothing(library: str) -> None:
+    ranks(2, silent, library)
+
+
+def test_an_unknown_type_is_refused() -> None:
+    hooks = module("laconic", "ddp_comm_hooks")
+    with pytest.raises(TypeError, match=r"such as DDPCommHookType.POWER_SGD, got 'power_sg'"):
+        hooks.register_ddp_comm_hook("power_sg", None)
+
+
+class Doubling:
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        default: Any = module("laconic", "ddp_comm_hooks.default_hooks")
+        future: torch.futures.Future[Tensor] = default.allreduce_hook(None, bucket)
+        return future.then(lambda done: 2 * done.value())
+
+
+def odd_hooks(rank: int) -> None:
+    hooks = module("laconic", "ddp_comm_hooks")
+    wanted = mean(lambda rank: noise(rank, *SHAPES), 2)
+    per_channel = partial(hooks.quantization.quantization_perchannel_hook, bucket_size=64)
+    for hook, factor, tolerance in [
+        (per_channel, 1, 0.05),
+        (Doubling(), 2, 1e-6),
+        (lambda state, b: hooks.default.allreduce_hook(state, b), 1, 1e-6),
+    ]:
+        model = linear(*SHAPES)
+        model.register_comm_hook(None, hooks.as_hook(hook))
+        assert close(averaged(model, noise(rank, *SHAPES)), [factor * each for each in wanted], tolerance)
+    with pytest.raises(TypeError, match=r"callable with \(state, bucket\), got 'fp16'"):
+        hooks.as_hook("fp16")
+
+
+def test_as_hook() -> None:
+    ranks(2, odd_hooks)
