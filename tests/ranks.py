@@ -50,6 +50,8 @@ class _Pool:
     def grow(self, size: int) -> None:
         # One thread a process, and in the threads that torch starts for callbacks too, where set_num_threads doesn't reach.
         os.environ["OMP_NUM_THREADS"] = "1"
+        if not all(process.is_alive() for process, _ in self.members):  # after its last answer: torch's threads may do that
+            self.end()
         context = mp.get_context("spawn")
         while len(self.members) < size:
             ours, theirs = context.Pipe()

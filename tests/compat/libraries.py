@@ -19,7 +19,7 @@ def module(library: str, path: str) -> Any:
     return importlib.import_module(f"torch.distributed.{'' if path == 'optim' else 'algorithms.'}{path}")
 
 
-def but_torch(reason: str, *, hangs: bool = False) -> Any:
+def but_torch(reason: str, *, hangs: bool = False) -> pytest.MarkDecorator:
     """Ours in `make test`; that torch's really fails is seen in `make soak`, unless it hangs or dies."""
     torch_fails = pytest.mark.xfail(reason=f"torch 2.13: {reason}", strict=True, run=not hangs)
     return pytest.mark.parametrize("library", ["laconic", pytest.param("torch", marks=[torch_fails, pytest.mark.soak])])

@@ -120,8 +120,12 @@ def wrapped(rank: int, library: str, wrapper: str, hook: str) -> None:
     seen: list[torch.dtype] = []
 
     def watching(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        outer = getattr(hooks, wrapper)(inner)(state, bucket)
-        return outer.then(lambda future: seen.append(future.value().dtype) or future.value())  # type: ignore[no-any-return]
+        def watch(future: torch.futures.Future[Tensor]) -> Tensor:
+            seen.append(future.value().dtype)
+            return future.value()
+
+        outer: torch.futures.Future[Tensor] = getattr(hooks, wrapper)(inner)(state, bucket)
+        return outer.then(watch)
 
     model = linear(*SHAPES)
     model.register_comm_hook(None, watching)
@@ -162,7 +166,8 @@ def two_models(rank: int) -> None:
     for model in models:
         model.register_comm_hook(None, hooks.bf16_compress_hook)
     for step in range(3):
-        sum(model(vectors(rank, step)).square().sum() for model in models).backward()  # type: ignore[union-attr]
+        losses: list[Tensor] = [model(vectors(rank, step)).square().sum() for model in models]
+        torch.autograd.backward(losses)
         assert all(everywhere_equal([p.grad for p in model.parameters() if p.grad is not None]) for model in models)
         assert same_bits(*[[p.grad for p in model.parameters() if p.grad is not None] for model in models])
     again = DistributedDataParallel(models[0].module, bucket_cap_mb=0.01)

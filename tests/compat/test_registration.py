@@ -19,12 +19,12 @@ OURS_ALONE = ["BF16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL"]
 
 def by_name(rank: int, library: str, name: str) -> None:
     hooks = module(library, "ddp_comm_hooks")
-    for register in (
-        lambda model: hooks.register_ddp_comm_hook(hooks.DDPCommHookType[name], model),
-        lambda model: hooks.DDPCommHookType[name].value(model=model, state=dist.group.WORLD),
-    ):
+    for by_value in (False, True):
         model = linear(*SHAPES)
-        register(model)
+        if by_value:
+            hooks.DDPCommHookType[name].value(model=model, state=dist.group.WORLD)
+        else:
+            hooks.register_ddp_comm_hook(hooks.DDPCommHookType[name], model)
         found = averaged(model, noise(rank, *SHAPES))
         assert close(found, mean(lambda rank: noise(rank, *SHAPES), 2), 0.05)
         assert everywhere_equal(found)

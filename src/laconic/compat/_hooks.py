@@ -30,7 +30,7 @@ class Binding:
         self.ledger = Ledger()
         self.hook = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, self.ledger)
         self._ddp = weakref.ref(ddp)
-        self._steps = Steps()
+        self._steps = Steps.of(ddp)
 
     @property
     def ddp(self) -> DistributedDataParallel:
@@ -41,9 +41,9 @@ class Binding:
     def belongs_to(self, ddp: DistributedDataParallel) -> bool:
         return self._ddp() is ddp
 
-    def stepped(self) -> bool:
-        """Whether the backward that begins belongs to another optimizer step than the one before."""
-        return self._steps.stepped(self.ddp)
+    def next_step(self) -> bool:
+        """A backward begins: whether it is of another optimizer step than the last one."""
+        return self._steps.next(self.ddp)
 
     def use(self, reducer: Reducer, process_group: dist.ProcessGroup | None) -> None:
         """From this backward on; None: the ranks of the DDP itself."""

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -48,23 +49,40 @@ def _has(ddp: DistributedDataParallel, state: object) -> bool:
 
 
 class Steps:
-    """Counts optimizer steps from where only backwards are seen: one has been made where the parameters have changed.
+    """Tells optimizer steps apart where only forwards and backwards are seen.
 
-    Without `no_sync`, a step of several accumulated backwards calls the hook in each of them, and still is one step.
+    Without `no_sync`, a step of several accumulated backwards calls the hook in each of them, and still is one step. A backward
+    goes on with the step of the one before where, since then, neither parameters have changed nor gradients been reset.
     """
 
-    def __init__(self) -> None:
-        self._versions: int | None = None
-        self._sums: Tensor | None = None
+    _of: ClassVar["weakref.WeakKeyDictionary[DistributedDataParallel, Steps]"] = weakref.WeakKeyDictionary()
 
-    def stepped(self, ddp: DistributedDataParallel) -> bool:
-        """Whether this backward is the first one, or the first since the parameters changed."""
-        parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        versions, known = sum(parameter._version for parameter in parameters), self._versions
-        self._versions = versions
-        if versions != known:
-            self._sums = None
-            return True
-        # No in-place write that torch knows of: accumulation, or an optimizer that goes through `.data`.
-        old, self._sums = self._sums, torch.stack([parameter.detach().double().sum().cpu() for parameter in parameters])
-        return old is not None and not torch.equal(old, self._sums)
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._reset = True
+        self._versions = -1
+        ddp.register_forward_pre_hook(self._before_forward)
+
+    @classmethod
+    def of(cls, ddp: DistributedDataParallel) -> "Steps":
+        """Those of a DDP."""
+        if ddp not in cls._of:
+            cls._of[ddp] = cls(ddp)
+        return cls._of[ddp]
+
+    def next(self, ddp: DistributedDataParallel) -> bool:
+        """A backward begins: whether it is of another step than the last one."""
+        versions = _versions(ddp)
+        new = self._reset or versions != self._versions
+        self._reset, self._versions = False, versions
+        return new
+
+    def _before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
+        # Where parameters have changed, nothing need be known of gradients: reading them would stall an accelerator.
+        if torch.is_grad_enabled() and _versions(ddp) == self._versions:
+            gradients = [parameter.grad for parameter in ddp.module.parameters()]
+            self._reset = not any(gradient is not None and gradient.any() for gradient in gradients)
+
+
+def _versions(ddp: DistributedDataParallel) -> int:
+    """A number that changes with each in-place write of a parameter."""
+    return sum(parameter._version for parameter in ddp.module.parameters())

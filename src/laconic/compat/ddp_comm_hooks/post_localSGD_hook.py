@@ -80,8 +80,8 @@ class PostLocalSGDState:
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         binding = self._bound(bucket)
         if bucket.index() == 0:
-            stepped = binding.stepped()  # else this is another backward of the optimizer step that was counted
-            binding.hook.step = self.iter if stepped else max(self.iter - 1, 0)
+            # A backward of the optimizer step that was counted already doesn't count again.
+            binding.hook.step = self.iter if binding.next_step() else max(self.iter - 1, 0)
             local = binding.hook.step >= self.start_localSGD_iter
             binding.use(Exact(), self.subgroup if local else self.process_group)
         step = binding.hook.step

@@ -172,8 +172,8 @@ class PowerSGDState:
     def _average(self, bucket: dist.GradBucket, compressor: Reducer) -> torch.futures.Future[torch.Tensor]:
         binding = self._bound(bucket)
         if bucket.index() == 0:
-            stepped = binding.stepped()  # else this is another backward of the optimizer step that was counted
-            binding.hook.step = self.iter if stepped else max(self.iter - 1, 0)
+            # A backward of the optimizer step that was counted already doesn't count again.
+            binding.hook.step = self.iter if binding.next_step() else max(self.iter - 1, 0)
             begun = binding.hook.step >= self.start_powerSGD_iter
             binding.use(compressor if begun else Exact(), self.process_group)
         if binding.hook.reducer == compressor:
