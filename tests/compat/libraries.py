@@ -1,7 +1,9 @@
 """One test for torch's module and for ours."""
 
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -64,3 +66,18 @@ def mean(of: Callable[[int], list[Tensor]], world: int) -> list[Tensor]:
 def close(left: list[Tensor], right: list[Tensor], tolerance: float = 1e-6) -> bool:
     pairs = list(zip(left, right, strict=True))
     return all(a.dtype == b.dtype and torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in pairs)
+
+
+@contextmanager
+def listening(logger: logging.Logger, level: int) -> Iterator[list[str]]:
+    """The lines that a logger writes meanwhile."""
+    lines: list[str] = []
+    handler, before = logging.Handler(), logger.level
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.compat.libraries import averaged, both, but_torch, close, linear, mean, module, noise
+from tests.compat.libraries import averaged, both, but_torch, close, linear, listening, mean, module, noise
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.ranks import ranks, ranks_within
 
@@ -266,18 +266,10 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 
 def logged(rank: int, library: str) -> list[str]:
-    power = module(library, PATH)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    power.logger.addHandler(handler)
-    power.logger.setLevel(logging.INFO)
-    try:
+    with listening(module(library, PATH).logger, logging.INFO) as lines:
         _, model = powered(library, *SHAPES, compression_stats_logging_frequency=3)
         for step in range(9):
             averaged(model, noise(step, *SHAPES))
-    finally:
-        power.logger.removeHandler(handler)
     return lines
 
 
@@ -400,13 +392,9 @@ def test_torch_load_reads_a_saved_state(library: str) -> None:
 
 def pickled(rank: int, library: str) -> list[str]:
     power = module(library, PATH)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    power.logger.addHandler(handler)
-    state = power.PowerSGDState(dist.new_group([0]), matrix_approximation_rank=3, start_powerSGD_iter=7)
-    again = pickle.loads(pickle.dumps(state))
-    power.logger.removeHandler(handler)
+    with listening(power.logger, logging.WARNING) as lines:
+        state = power.PowerSGDState(dist.new_group([0]), matrix_approximation_rank=3, start_powerSGD_iter=7)
+        again = pickle.loads(pickle.dumps(state))
     assert (again.matrix_approximation_rank, again.start_powerSGD_iter) == (3, 7)
     assert again.process_group is dist.group.WORLD
     return lines
