@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -261,8 +261,8 @@ class Flight(Generic[Answer]):
 
     @property
     def result(self) -> Answer:
-        assert self._result is not None, "the exchange has not landed yet"
-        return self._result
+        assert self.over, "the exchange has not landed yet"
+        return cast(Answer, self._result)
 
     def land(self) -> None:
         """Wait for the collective in the air, and go no further."""

@@ -4,7 +4,8 @@ What differs from torch:
 - Gradients are taken from what the hook returned, in the parameters' own layout and dtype: hooks that return a new tensor
   (tests/compat/test_optimizer_overlap.py::test_a_hook_that_returns_a_new_tensor), channels_last (::test_channels_last) and the
   16-bit wrappers with Adam (::test_wrapped_in_sixteen_bits) give what stepping after backward gives.
-- `_apply_optim_in_backward_hook` needs no accelerator (::test_optimizers_in_backward).
+- `_apply_optim_in_backward_hook` needs no accelerator (::test_optimizers_in_backward). At its first forward DDP registers
+  torch's own hook if parameters have optimizers by then: to use this one, run a forward before you hand them out.
 """
 
 from collections.abc import Callable, Iterable
@@ -78,6 +79,7 @@ def _apply_optim_in_backward_hook(
 
         if not waiting.wait_for_optim_stream_enqueued:
             waiting.wait_for_optim_stream_enqueued = True
+            ddp.reducer._set_optimizer_in_backward()  # it then leaves gradients that are None as they are
             Variable._execution_engine.queue_callback(finish)
         return average(None, bucket, Exact()).then(step)
 
