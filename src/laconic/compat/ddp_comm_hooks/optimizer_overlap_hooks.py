@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
 from laconic.compat._hooks import average, gradients
 from laconic.reducers.exact import Exact
@@ -57,7 +56,7 @@ def _apply_optim_in_backward_hook(
     waiting = _OptimInBackwardHookState(torch.Stream(), False)
 
     def apply_optim_in_backward_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        ddp: DistributedDataParallel = state()
+        ddp: Any = state()
 
         def step(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             flat = future.value()
