@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from laconic import checkpoint as checkpoint
+    from laconic import compat as compat
     from laconic.agreement import UnevenError as UnevenError
     from laconic.bucket import Bucket as Bucket
     from laconic.bucket import Slot as Slot
@@ -116,10 +118,14 @@ _HOME = {
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [*_MODULE, "__version__"]
+_PACKAGES = ["checkpoint", "compat"]
+
+__all__ = [*_MODULE, "__version__", *_PACKAGES]
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return importlib.import_module(f"laconic.{name}")
     if name not in _MODULE:
         raise AttributeError(f"module 'laconic' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"laconic.{_MODULE[name]}"), name)

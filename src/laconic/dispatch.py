@@ -4,7 +4,8 @@
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.bucket import Slot
-from laconic.hook import GradientHook
+from laconic.hook import GradientHook, new_future
 from laconic.reducers.exact import Exact
 from laconic.wire import Ledger, TorchGroup
 
@@ -33,6 +34,7 @@ class Dispatcher:
         self.apart = False  # a phase of gradients within subgroups: no broadcast of buffers over all
         self.on_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self._plain: GradientHook | None = None
+        self._replaying = False
         self._flags: tuple[bool, bool] | None = None  # DDP's own, while a muted forward runs
 
     @classmethod
@@ -62,7 +64,20 @@ class Dispatcher:
             return "a DDP built with mixed_precision= runs a communication hook of its own; use torch.autocast instead"
         return None
 
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Inside, a backward sends nothing."""
+        self._replaying = True
+        try:
+            yield
+        finally:
+            self._replaying = False
+
     def dispatch(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        if self._replaying:
+            future = new_future(bucket.buffer().device)
+            future.set_result(bucket.buffer())
+            return future
         target = self.target or self._plain
         assert target is not None, "a copy of a dispatcher is registered with no DDP"
         return target.arrive(bucket)

@@ -17,6 +17,9 @@ from laconic.wire import Ledger, TorchGroup, land
 AIR = "all, in the air"
 """The scope of exchanges that stay in the air: all ranks, on a group that nobody else uses."""
 
+ASIDE = "all, aside"
+"""The scope of what has no part in training, such as writing checkpoints: all ranks, on a gloo group that nobody else uses."""
+
 
 def _nothing() -> None:
     """Nothing to do about a collective that takes long."""
@@ -66,6 +69,8 @@ class Groups:
         members = self.world.members
         if scope == AIR:
             return self._new(members)
+        if scope == ASIDE:
+            return self._new(members, "gloo")
         if isinstance(scope, int):
             if scope == 1:
                 self._idle.add(scope)
@@ -83,7 +88,7 @@ class Groups:
     def _sub(self, ranks: list[int]) -> TorchGroup:
         return self.world if ranks == self.world.members else self._new(ranks)
 
-    def _new(self, ranks: list[int]) -> TorchGroup:
+    def _new(self, ranks: list[int], backend: str | None = None) -> TorchGroup:
         """A process group that only its members build: other ranks of the job may be busy with another model.
 
         `dist.new_group` can't be used for that: with `use_local_synchronization` it names a group by its ranks and by how
@@ -92,12 +97,11 @@ class Groups:
         """
         world = self.world.process_group
         name = c10d.GroupName(f"laconic/{self._identity}/{len(self._own)}/{'_'.join(map(str, ranks))}")
-        backend = c10d._world.pg_map[world][0]
         process_group, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
-            backend,
+            backend or c10d._world.pg_map[world][0],
             world.get_group_store(),
             name,
             timeout=world._get_backend(self._device).options._timeout,

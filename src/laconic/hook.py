@@ -86,7 +86,7 @@ class GradientHook:
         try:
             bucket = self._bucket(gradients)
             flight = Flight(self.reducer.reduce(bucket), self.group, self._ledger)
-            future = _future(bucket.flat.device)
+            future = new_future(bucket.flat.device)
             self._air.append(_Airborne(flight, future, self._expected[index]))
             if gradients.is_last():
                 self._finish()
@@ -164,6 +164,7 @@ def _one() -> float:
     return 1.0
 
 
-def _future(device: torch.device) -> Future[Tensor]:
+def new_future(device: torch.device) -> Future[Tensor]:
+    """A future of a tensor on that device."""
     # A future of accelerator tensors must be told the device, so that whoever waits orders its stream behind the result.
     return Future() if device.type == "cpu" else Future(devices=[device])

@@ -22,12 +22,13 @@ from laconic.bucket import Slot, local
 from laconic.clock import Clock
 from laconic.composition import Averaging, Strategy, render
 from laconic.dispatch import Dispatcher
-from laconic.groups import Groups, control_device
+from laconic.groups import ASIDE, Groups, control_device
 from laconic.hook import GradientHook
 from laconic.local import LocalUpdates
 from laconic.plan import Plan, attached, check, check_route, scopes
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
+from laconic.replay import Readiness, replay
 from laconic.routes import silent
 from laconic.spec import strategy as read
 from laconic.state import VERSION, checked
@@ -128,6 +129,10 @@ class Run:
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self._hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
+        self._order: list[str] | None = None  # in which DDP's first backward made gradients ready, once that is known
+        self._readiness: Readiness | None = None
+        if plan.ddp is not None and plan.strategy.route.talks and not plan.ddp._has_rebuilt_buckets:
+            self._readiness = Readiness(plan.ddp)
         # From here on the optimizers keep the run alive, also where the caller drops it.
         self._clock = Clock(plan.optimizers, plan.scaler, self._after_step)
         attached.update(plan.optimizers)
@@ -154,6 +159,8 @@ class Run:
 
     def _after_step(self) -> None:
         step = self._roll.step = self._clock.step
+        if self._readiness is not None and self._hook is not None and self._hook.rounds:
+            self._order, self._readiness = self._readiness.stop(), None
         partners = self._partners(step - 1)
         if (partners.world if partners else 1) < self._group.world:
             self._local.drift()
@@ -305,6 +312,8 @@ class Run:
         self._live = False
         drifted = self._drifted
         self._clock.stop()
+        if self._readiness is not None:
+            self._readiness.stop()
         attached.difference_update(self._optimizers)
         if self._ddp is not None:
             self._dispatcher.release()
@@ -315,6 +324,48 @@ class Run:
         if drifted and sys.exc_info()[0] is None:
             warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
 
+    # What a checkpoint needs
+
+    @property
+    def model(self) -> nn.Module:
+        """What it is attached to."""
+        return self._module if self._ddp is None else self._ddp
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those whose steps it counts."""
+        return self._optimizers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The one that it was given."""
+        return self._scaler
+
+    @property
+    def step(self) -> int:
+        """Attempted optimizer steps so far."""
+        return self._clock.step
+
+    @property
+    def group(self) -> TorchGroup:
+        """All its ranks."""
+        return self._group
+
+    @property
+    def device(self) -> torch.device:
+        """Where its group's small messages live."""
+        return self._device
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every rank has the same parameters and optimizer state after every step."""
+        return self.strategy.averaging is None and self.strategy.route.scopes == {"world"} and not self._drifted
+
+    def aside(self) -> TorchGroup:
+        """All its ranks on a gloo group that nobody else uses; all ranks ask for it together."""
+        self._groups.add([ASIDE])
+        return self._groups[ASIDE]
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's communication state, as plain data that `torch.load` takes by default."""
         if self._hook is not None:
@@ -324,13 +375,24 @@ class Run:
             "strategy": str(self.strategy),
             "step": self._clock.step,
             "rounds": self._hook.rounds if self._hook else 0,
+            "order": self._ready_order(),
             "local": self._local.state(),
             "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; all ranks together. Nothing is changed if it doesn't fit."""
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Go on where `state_dict` was taken; all ranks together. Nothing is changed if it doesn't fit.
+
+        The state of another strategy is refused, or, with `strict=False`, loaded as if the run had been by that strategy
+        until now and is swapped here.
+        """
         self._require_live("load_state_dict")
+        former, chosen = state.get("strategy"), str(self.strategy)
+        if not strict and former is not None and former != chosen:
+            self.swap(str(former))
+            self.load_state_dict(state)
+            self.swap(chosen)
+            return
         saved = checked(state, str(self.strategy), self._parameters, self._memory)
         devices = {name: parameter.device for name, parameter in self._module.named_parameters()}
         for name, slot in self._memory.items():
@@ -340,9 +402,18 @@ class Run:
         self._local.load(saved.local, saved.step)
         if self._hook is not None:
             self._hook.rounds = saved.rounds
+        self._order = saved.order
+        if self._ddp is not None and saved.order:
+            replay(self._ddp, saved.order)
         self._set_up_step()
 
     # Parts of the above
+
+    def _ready_order(self) -> list[str] | None:
+        """The order that a new DDP must be told of to sum as this one does."""
+        if self._order is None and self._hook is not None and self._ddp is not None and self._ddp._has_rebuilt_buckets:
+            return [name for bucket in self._hook.layout() for name in bucket] or None
+        return self._order
 
     def _local_updates(self) -> LocalUpdates:
         return LocalUpdates(

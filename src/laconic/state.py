@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-VERSION = 2
+VERSION = 3
 
 
 class State(NamedTuple):
@@ -13,6 +13,7 @@ class State(NamedTuple):
 
     step: int
     rounds: int
+    order: list[str] | None  # in which DDP's first backward made gradients ready
     memory: dict[str, dict[str, Tensor]]  # of the gradients' reducer, by parameter name
     local: dict[str, Any]  # what averaging between steps keeps
 
@@ -24,6 +25,7 @@ def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Te
         raise ValueError(f"can read state of version {VERSION}, got {version!r}; is it a laconic run's state_dict?")
     try:
         text, step, rounds = str(state["strategy"]), int(state["step"]), int(state["rounds"])
+        order = None if state["order"] is None else [str(name) for name in state["order"]]
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
         local = {key: state["local"][key] for key in ("syncs", "last", "rate", "drifted", "deltas")}
         if local["deltas"] is not None:
@@ -37,7 +39,7 @@ def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Te
             raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
         if not all(isinstance(value, Tensor) for value in slot.values()):
             raise ValueError(f"the memory of {name!r} must be tensors")
-    return State(step, rounds, memory, local)
+    return State(step, rounds, order, memory, local)
 
 
 def _check_deltas(deltas: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:

@@ -4,3 +4,19 @@
 is `laconic.compat.model_averaging`, and `torch.distributed.optim.PostLocalSGDOptimizer` is in `laconic.compat.optim`. Each
 module says at its top what differs from torch, and which test shows it. docs/torch.md has the table.
 """
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from laconic.compat import ddp_comm_hooks as ddp_comm_hooks
+    from laconic.compat import model_averaging as model_averaging
+    from laconic.compat import optim as optim
+
+__all__ = ["ddp_comm_hooks", "model_averaging", "optim"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return importlib.import_module(f"laconic.compat.{name}")
+    raise AttributeError(f"module 'laconic.compat' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic.bucket import Slot, stored
 from laconic.compat._owner import Steps, owner
-from laconic.hook import GradientHook
+from laconic.hook import GradientHook, new_future
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
 from laconic.wire import Ledger, TorchGroup
@@ -75,7 +75,7 @@ def traffic(ddp: DistributedDataParallel) -> Ledger:
 
 def landed(tensor: Tensor) -> Future[Tensor]:
     """A future that is there already."""
-    future: Future[Tensor] = Future() if tensor.device.type == "cpu" else Future(devices=[tensor.device])
+    future = new_future(tensor.device)
     future.set_result(tensor)
     return future
 

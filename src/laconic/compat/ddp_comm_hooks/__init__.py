@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.compat.ddp_comm_hooks import ddp_zero_hook, mixed_precision_hooks, post_localSGD_hook
 from laconic.compat.ddp_comm_hooks import debugging_hooks as debugging
 from laconic.compat.ddp_comm_hooks import default_hooks as default
 from laconic.compat.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap
@@ -24,9 +25,12 @@ from laconic.compat.ddp_comm_hooks import quantization_hooks as quantization
 __all__ = [
     "DDPCommHookType",
     "as_hook",
+    "ddp_zero_hook",
     "debugging",
     "default",
+    "mixed_precision_hooks",
     "optimizer_overlap",
+    "post_localSGD_hook",
     "powerSGD",
     "quantization",
     "register_ddp_comm_hook",

@@ -1,0 +1,10 @@
+"""Saving a whole training run and going on with it, on as many ranks or others.
+
+laconic.checkpoint.save("checkpoints", run=run)              # all ranks together, between steps
+laconic.checkpoint.load("checkpoints", run=run)              # the newest whole one
+"""
+
+from laconic.checkpoint.loading import Loaded, latest, load
+from laconic.checkpoint.saving import Saving, save
+
+__all__ = ["Loaded", "Saving", "latest", "load", "save"]

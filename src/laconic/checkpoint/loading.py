@@ -1,0 +1,160 @@
+"""Reading a checkpoint: checked in full before anything is changed."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from laconic.agreement import agree
+from laconic.checkpoint import manifest
+from laconic.checkpoint.contents import bare, check_own, set_random
+from laconic.checkpoint.redeal import merge
+from laconic.checkpoint.tree import keys, skeleton, unpack
+from laconic.run import Run
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]  # what this rank gave to `save`; after a change of the world's size, what old rank r mod N gave
+
+
+def latest(path: str | Path) -> Path | None:
+    """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over."""
+    for folder in reversed(manifest.checkpoints(Path(path))):
+        try:
+            if manifest.missing(folder, manifest.read(folder)) is None:
+                return folder
+        except ValueError:
+            continue
+    return None
+
+
+def load(
+    path: str | Path,
+    *,
+    run: Run,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | list[Optimizer] | None = None,
+    strict: bool = True,
+) -> Loaded:
+    """Go on where `save` was called; all ranks together, before the first step.
+
+    `path` is a checkpoint, or a directory of them: the newest whole one then. Checksums are verified and shapes compared
+    before anything is changed. A checkpoint of another strategy is refused, or, with `strict=False`, loaded as if the run had
+    been by the other strategy until now and is swapped here. One of another number of ranks is re-dealt.
+    """
+    check_own(run, model, optimizer)
+    group, device = run.group, run.device
+    tree: dict[str, Any] = {}
+    problem: Exception | None = None
+    folder, facts = Path(path), None
+    try:
+        folder = _chosen(Path(path))
+        facts = manifest.read(folder)
+        torn = manifest.missing(folder, facts)
+        if torn is not None:
+            raise ValueError(f"{folder} is not whole: {torn}")
+        names = sorted(facts.files)
+        manifest.verify(folder, {name: facts.files[name] for name in names[group.rank :: group.world]})
+    except (ValueError, OSError) as error:
+        problem = error
+    agree([f"checkpoint {folder.name}"], problem, group, device)
+    assert facts is not None
+    try:
+        tree = _tree(folder, facts.world_size, group.rank, group.world)
+        _check(tree, run, facts, strict)
+    except (ValueError, OSError, KeyError, RuntimeError, dcp.CheckpointException) as error:
+        problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
+    agree([], problem, group, device)
+    _apply(tree, run, strict)
+    return Loaded(folder, facts.step, tree["extra"])
+
+
+def _chosen(path: Path) -> Path:
+    if (path / manifest.FILE).exists():
+        return path
+    found = latest(path)
+    if found is None:
+        there = ", ".join(folder.name for folder in manifest.checkpoints(path)) or "nothing"
+        raise ValueError(f"{path} has no whole checkpoint; there is {there}")
+    return found
+
+
+def _tree(folder: Path, saved_world: int, rank: int, world: int) -> dict[str, Any]:
+    reader = dcp.FileSystemReader(folder)
+    metadata = reader.read_metadata()
+
+    def of(old: int) -> dict[str, Any]:
+        name = f"rank{old}/skeleton"
+        bones = skeleton(_read(folder, metadata, [name])[name])
+        tree: dict[str, Any] = unpack(bones, _read(folder, metadata, keys(bones)))
+        return tree
+
+    if saved_world == world:
+        return of(rank)
+    trees = [of(old) for old in range(saved_world)]
+    return {**merge(trees), "extra": trees[rank % saved_world]["extra"], "random": None}
+
+
+def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
+    tensors: dict[str, Any] = {}
+    for name in names:
+        facts = metadata.state_dict_metadata[name]
+        assert isinstance(facts, TensorStorageMetadata)
+        tensors[name] = torch.empty(facts.size, dtype=facts.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads for itself
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
+
+
+def _check(tree: Mapping[str, Any], run: Run, facts: manifest.Manifest, strict: bool) -> None:
+    """Refuse what doesn't fit, before anything is changed."""
+    if strict and tree["run"]["strategy"] != str(run.strategy):
+        raise ValueError(
+            f"the checkpoint is of {tree['run']['strategy']}, attached is {run.strategy}; attach the same, or load with "
+            "strict=False to swap here"
+        )
+    mine, saved = bare(run.model).state_dict(), tree["model"]
+    for name in [*mine, *saved]:
+        if name not in saved or name not in mine:
+            raise ValueError(f"{name!r} is in the {'model' if name in mine else 'checkpoint'} alone; is it another model's?")
+        if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
+            raise ValueError(
+                f"{name} has the shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine[name].shape)} here"
+            )
+    if len(tree["optimizers"]) != len(run.optimizers):
+        raise ValueError(f"the checkpoint has {len(tree['optimizers'])} optimizers, the run {len(run.optimizers)}")
+    for optimizer, state in zip(run.optimizers, tree["optimizers"], strict=True):
+        here = [len(group["params"]) for group in optimizer.param_groups]
+        there = [len(group["params"]) for group in state["param_groups"]]
+        if here != there:
+            raise ValueError(f"the checkpoint's optimizer has groups of {there} parameters, this one of {here}")
+    if (tree["scaler"] is None) != (run.scaler is None):
+        raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
+
+
+def _apply(tree: dict[str, Any], run: Run, strict: bool) -> None:
+    bare(run.model).load_state_dict(tree["model"])
+    for optimizer, state in zip(run.optimizers, tree["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    if run.scaler is not None:
+        run.scaler.load_state_dict(tree["scaler"])
+    run.load_state_dict(tree["run"], strict=strict)
+    if tree["random"] is not None:
+        set_random(tree["random"])
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,120 @@
+"""What a checkpoint's directory says about itself, in words a person can read."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FORMAT = 1
+FILE = "manifest.json"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint: who wrote it, what is in it, and what its files must look like."""
+
+    format: int
+    laconic: str
+    torch: str
+    python: str
+    written: str
+    step: int
+    world_size: int
+    strategy: str
+    files: dict[str, dict[str, Any]]  # name -> bytes, blake2b
+
+    def write(self, folder: Path) -> None:
+        with (folder / FILE).open("w") as file:
+            json.dump(asdict(self), file, indent=1)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, Any]]) -> Manifest:
+    """A manifest of this moment."""
+    from laconic import __version__
+
+    now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Manifest(FORMAT, __version__, torch.__version__, platform.python_version(), now, step, world_size, strategy, files)
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, or an error that says what the directory is instead."""
+    try:
+        data = json.loads((folder / FILE).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no laconic checkpoint: it has no {FILE}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder / FILE} is damaged: {error}") from error
+    if not isinstance(data, dict) or "format" not in data:
+        raise ValueError(f"{folder / FILE} is not a laconic checkpoint's")
+    if data["format"] != FORMAT:
+        raise ValueError(
+            f"{folder} has format {data['format']}, and this is laconic for format {FORMAT}; "
+            f"it was written by laconic {data.get('laconic', '?')}"
+        )
+    try:
+        return Manifest(**data)
+    except TypeError as error:
+        raise ValueError(f"{folder / FILE} is damaged: {error}") from error
+
+
+def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Sizes and checksums of files, read back from where they were written."""
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = {
+                "bytes": os.fstat(file.fileno()).st_size,
+                "blake2b": hashlib.file_digest(file, "blake2b").hexdigest(),
+            }
+    return found
+
+
+def missing(folder: Path, manifest: Manifest) -> str | None:
+    """What is missing of a checkpoint, at a glance: files that are not there, or too short. None: nothing."""
+    for name, wanted in manifest.files.items():
+        file = folder / name
+        if not file.exists():
+            return f"{name} is missing"
+        if file.stat().st_size != wanted["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {wanted['bytes']}"
+    return None
+
+
+def verify(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare files with their checksums."""
+    found = describe(folder, wanted)
+    for name, facts in wanted.items():
+        if found[name]["blake2b"] != facts["blake2b"]:
+            raise ValueError(f"{folder / name} is damaged: its checksum is not the one that was written down")
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints in a directory, oldest first, whole or not."""
+    return sorted(folder for folder in path.glob("step-*") if folder.is_dir() and not folder.name.endswith(PARTIAL))
+
+
+def sweep(path: Path) -> None:
+    """Remove what a save that was killed has left."""
+    for folder in path.glob(f"*{PARTIAL}"):
+        shutil.rmtree(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make sure that a directory's entries are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,123 @@
+"""A resumed run is the same run, to the bit, for every strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic
+from tests.models import build, chain, same_bits, vectors, weights
+from tests.ranks import ranks
+
+STEPS = 9
+# Each reducer and each recipe at least once; the whole matrix is in the soak.
+REDUCERS = [
+    "Exact()", "Cast('bf16')", "Quantized(8)", "ErrorFeedback(Quantized(4))", "ErrorFeedback(PowerSGD(2))",
+    "ErrorFeedback(TopK(0.05))", "ErrorFeedback(Sign())", "ErrorFeedback(RandomK(0.1))",
+    "ErrorFeedback(AlternatingPowerSGD(2))", "Quantized(4, block=16, rounding='stochastic')", "Float8()",
+    "ErrorFeedback(BatchedPowerSGD(1))",
+]  # fmt: skip
+RECIPES = [
+    "ddp(reducer={})", "diloco(4, reducer={})", "streaming_diloco(4, fragments=2, delay=2, reducer={})",
+    "slowmo(3, reducer={})", "local_sgd(3, reducer={})", "post_local_sgd(warmup=2, period=3)",
+    "hierarchical_sgd({{2: 2, 4: 'world'}})", "local_sgd(period=QSR(base=2, alpha=0.1), moments='average')",
+    "sparseloco(4)", "powersgd(rank=2, warmup=3)", "silent()",
+]  # fmt: skip
+
+
+def chosen() -> list[str]:
+    """Every reducer once and every recipe once, in pairs."""
+    count = max(len(REDUCERS), len(RECIPES))
+    return [RECIPES[place % len(RECIPES)].format(REDUCERS[place % len(REDUCERS)]) for place in range(count)]
+
+
+def matrix() -> list[str]:
+    every = [recipe.format(reducer) for recipe in RECIPES for reducer in REDUCERS]
+    return sorted(set(every) - set(chosen()))
+
+
+def started(text: str, rank: int) -> tuple[Any, Any, Any]:
+    model = build(chain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, laconic.attach(model, optimizer, text)
+
+
+def step_once(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    noise = torch.randn(3)  # a step may draw random numbers
+    (model(vectors(rank, step)).square().mean() + (model(vectors(rank, step)).mean(0) * noise).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Any, run: Any) -> list[Tensor]:
+    """Weights, optimizer state and communication state."""
+    found = [*weights(model)]
+    for state in (optimizer.state_dict(), run.state_dict()):
+        _collect(state, found)
+    return found
+
+
+def _collect(node: Any, found: list[Tensor]) -> None:
+    if isinstance(node, Tensor):
+        found.append(node.detach().clone())
+    elif isinstance(node, dict):
+        for key in sorted(node, key=str):
+            _collect(node[key], found)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            _collect(value, found)
+
+
+def straight(rank: int, text: str, folder: str, saves: list[int]) -> list[Tensor]:
+    """Train to the end, with checkpoints on the way, which must change nothing."""
+    torch.manual_seed(100 + rank)
+    model, optimizer, run = started(text, rank)
+    for step in range(STEPS):
+        if step in saves:
+            laconic.checkpoint.save(folder, run=run, keep=None, extra={"step": step, "rank": rank})
+        step_once(model, optimizer, rank, step)
+    found = everything(model, optimizer, run)
+    run.sync()
+    run.detach()
+    return [*found, *weights(model)]
+
+
+def resumed(rank: int, text: str, folder: str, at: int) -> list[Tensor]:
+    torch.manual_seed(55)
+    model, optimizer, run = started(text, rank)
+    loaded = laconic.checkpoint.load(Path(folder) / f"step-{at:08d}", run=run)
+    assert (loaded.step, loaded.extra) == (at, {"step": at, "rank": rank})
+    for step in range(at, STEPS):
+        step_once(model, optimizer, rank, step)
+    found = everything(model, optimizer, run)
+    run.sync()
+    run.detach()
+    return [*found, *weights(model)]
+
+
+def check(world: int, text: str, folder: Path, saves: list[int]) -> None:
+    wanted = ranks(world, straight, text, str(folder), saves)
+    for at in saves:
+        found = ranks(world, resumed, text, str(folder), at)
+        for rank in range(world):
+            assert same_bits(found[rank], wanted[rank]), f"{text}, resumed at {at}, rank {rank}"
+
+
+@pytest.mark.parametrize("text", chosen())
+def test_resume(text: str, tmp_path: Path) -> None:
+    check(2, text, tmp_path, [5])
+
+
+@pytest.mark.parametrize("text", ["ddp()", "ddp(reducer=ErrorFeedback(PowerSGD(2)))", "post_local_sgd(warmup=2, period=3)"])
+def test_resume_on_three_ranks_at_any_step(text: str, tmp_path: Path) -> None:
+    """At three ranks the order of summation counts: DDP's buckets must be those of before from the first step on."""
+    check(3, text, tmp_path, [0, 1, 2, 6])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("text", [*chosen(), *matrix()])
+def test_resume_of_everything(text: str, world: int, tmp_path: Path) -> None:
+    check(world, text, tmp_path, [1, 5, 7])
