@@ -53,10 +53,12 @@ if TYPE_CHECKING:
     from laconic.reducers.sign import Sign as Sign
     from laconic.reducers.topk import TopK as TopK
     from laconic.reducers.warmup import Warmup as Warmup
+    from laconic.replicas import ReplicaError as ReplicaError
     from laconic.routes import Route as Route
     from laconic.run import Run as Run
     from laconic.run import Stats as Stats
     from laconic.run import attach as attach
+    from laconic.run import check_replicas as check_replicas
     from laconic.schedules import QSR as QSR
     from laconic.schedules import Every as Every
     from laconic.schedules import Never as Never
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from laconic.wire import AllGather as AllGather
     from laconic.wire import AllReduce as AllReduce
     from laconic.wire import AllToAll as AllToAll
+    from laconic.wire import CommunicationError as CommunicationError
     from laconic.wire import Exchange as Exchange
     from laconic.wire import Reduced as Reduced
     from laconic.wire import Traffic as Traffic
@@ -110,11 +113,12 @@ _HOME = {
     "reducers.sign": ["Sign"],
     "reducers.topk": ["TopK"],
     "reducers.warmup": ["Warmup"],
+    "replicas": ["ReplicaError"],
     "routes": ["Route"],
-    "run": ["Run", "Stats", "attach"],
+    "run": ["Run", "Stats", "attach", "check_replicas"],
     "schedules": ["Every", "Never", "QSR"],
     "spec": ["strategy"],
-    "wire": ["AllGather", "AllReduce", "AllToAll", "Exchange", "Reduced", "Traffic"],
+    "wire": ["AllGather", "AllReduce", "AllToAll", "CommunicationError", "Exchange", "Reduced", "Traffic"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -83,17 +83,18 @@ class Roll(NamedTuple):
     """What ranks tell each other at a sync."""
 
     step: int
+    squares: list[float]  # how far each rank has come, squared
     rates: list[float]  # learning rates, as the first rank has them
 
 
-def roll(step: int, rates: Sequence[float], group: TorchGroup, device: torch.device) -> Rounds[Roll]:
-    """Make sure that all ranks are at the same step, and agree on learning rates."""
-    rows = (yield AllGather(torch.tensor([step, *rates], dtype=torch.float64, device=device))).tolist()
+def roll(step: int, square: float, rates: Sequence[float], group: TorchGroup, device: torch.device) -> Rounds[Roll]:
+    """Make sure that all ranks are at the same step; tell how far each has come, and agree on learning rates."""
+    rows = (yield AllGather(torch.tensor([step, square, *rates], dtype=torch.float64, device=device))).tolist()
     steps = [int(row[0]) for row in rows]
     if len(set(steps)) > 1:
         made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(group.members, steps, strict=True))
         raise UnevenError(f"the ranks are not in step: {made}")
-    return Roll(step, rows[0][1:])
+    return Roll(step, [row[1] for row in rows], rows[0][2:])
 
 
 class Report(NamedTuple):

@@ -22,7 +22,8 @@ class Deltas:
 
     The mean delta goes through `outer`, an optimizer over the anchor. With `fragments`, parameters take turns within the
     period; with `delay`, an exchange has so many steps to land while training goes on; `blend` is the weight of the local
-    parameters when it does. `offload` keeps the anchor and the outer optimizer's memory on the CPU.
+    parameters when it does. `offload` keeps the anchor and the outer optimizer's memory on the CPU. A round whose deltas'
+    norm is more than `outlier` standard deviations above that of the rounds before is skipped; None: none is.
     """
 
     outer: Outer
@@ -32,6 +33,7 @@ class Deltas:
     delay: int = 0
     blend: float = 0.0
     offload: bool = False
+    outlier: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -46,6 +48,8 @@ class Deltas:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.delay < 0:
             raise ValueError(f"delay must be 0 or more steps, got {self.delay}")
+        if self.outlier is not None and not self.outlier > 0:
+            raise ValueError(f"outlier must be above 0 standard deviations, or None to skip no round, got {self.outlier!r}")
         if not 0 <= self.blend <= 1:
             raise ValueError(f"blend must be from 0 (adopt global parameters) to 1 (keep local ones), got {self.blend!r}")
 

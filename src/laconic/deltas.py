@@ -1,7 +1,6 @@
 """Averaging of how far replicas have come from a common anchor, at once or while training goes on."""
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from laconic.agreement import Roll, roll
 from laconic.averaging import WINDOW
 from laconic.bucket import Bucket, Slot, local, pack, unflatten
 from laconic.composition import Deltas
+from laconic.outliers import Norms
 from laconic.reducers.base import finite
 from laconic.wire import Flight, Ledger, Reduced, TorchGroup
 
@@ -28,8 +28,9 @@ class DeltaAverager:
 
     An exchange in the air holds all that it needs: its i-th of R rounds leaves i * delay / R steps after the first, whatever
     has landed by then, so that all ranks send in the same order. (R is known from a bucket's last exchange; in its first one,
-    later rounds leave when it is due to land.) A delta that is not finite on any rank moves nothing: all
-    replicas go back to the anchor.
+    later rounds leave when it is due to land.) A round in which a delta is not finite on any rank, or out of line with those
+    before, moves nothing: all replicas go back to the anchor. Nothing is written before all buckets have landed: a collective
+    that fails leaves parameters and anchors as they were.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class DeltaAverager:
         self._memory: dict[str, Slot] = {name: {} for name in parameters}
         self._rounds = [0] * len(fragments)  # exchanges that each fragment has begun
         self._expected: dict[str, int] = {}  # collectives that a bucket took in the last exchange, by its first parameter
+        self.skipped = 0  # rounds that moved nothing
+        self._norms = [Norms(deltas.outlier) for _ in fragments]
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
         self._air: list[_Airborne] = []
         self._buckets = [self._pack(names) for names in fragments]
@@ -121,21 +124,29 @@ class DeltaAverager:
     # One exchange
 
     def _exchange(self, fragment: int, step: int) -> Roll:
-        """At once, a few buckets at a time."""
-        present = self._call(step).complete()
+        """At once, a few buckets in the air at a time."""
+        square = sum(float(self._delta(name).double().square().sum()) for name in self.fragments[fragment])
+        present = self._call(step, square).complete()
+        problem = self._norms[fragment].problem(present.squares)
+        if problem is not None:
+            self._skip(fragment, problem, step)
+            return present
         self._use_rates(present)
-        air: deque[tuple[Bucket, Flight[Reduced]]] = deque()
+        air: list[tuple[Bucket, Flight[Reduced]]] = []
         for bucket in self._bucketed(fragment, step):
-            if len(air) == WINDOW:
-                self._apply(*air.popleft())
+            if len(air) >= WINDOW:
+                air[-WINDOW][1].complete()
             air.append((bucket, Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)))
-        while air:
-            self._apply(*air.popleft())
+        for _, flight in air:
+            flight.complete()
+        for bucket, flight in air:
+            self._apply(bucket, flight)
         self._over(fragment)
         return present
 
     def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
-        present, cargo = self._call(step), []
+        buckets = list(buckets)
+        present, cargo = self._call(step, sum(float(bucket.flat.double().square().sum()) for bucket in buckets)), []
         for bucket in buckets:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             flight = Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)
@@ -146,9 +157,14 @@ class DeltaAverager:
         for flight in airborne.flights:
             flight.complete()
         self._air.remove(airborne)
-        self._use_rates(airborne.present.result)
         for cargo in airborne.cargo:
             self._expected[cargo.bucket.names[0]] = cargo.flight.launched
+        problem = self._norms[airborne.fragment].problem(airborne.present.result.squares)
+        if problem is not None:
+            self._skip(airborne.fragment, problem, airborne.launched)
+            return airborne.present.result
+        self._use_rates(airborne.present.result)
+        for cargo in airborne.cargo:
             self._apply(cargo.bucket, cargo.flight)
         self._over(airborne.fragment)
         return airborne.present.result
@@ -157,9 +173,22 @@ class DeltaAverager:
         if self._deltas.blend == 0:
             self._clean.add(fragment)
 
-    def _call(self, step: int) -> Flight[Roll]:
+    def _skip(self, fragment: int, problem: str, step: int) -> None:
+        """The round moves nothing: all replicas go back to the anchor."""
+        names = self.fragments[fragment]
+        self.skipped += 1
+        self._on_reset(names)
+        for name in names:
+            self._parameters[name].copy_(self.anchors[name])
+        self._clean.add(fragment)
+        warnings.warn(
+            f"the round of step {step} is skipped: {problem}; all replicas go back to where they were after the last one",
+            stacklevel=2,
+        )
+
+    def _call(self, step: int, square: float) -> Flight[Roll]:
         rates = [rate() for rate in self._rates]
-        return Flight(roll(step, rates, self._group, self._device), self._group, self._control)
+        return Flight(roll(step, square, rates, self._group, self._device), self._group, self._control)
 
     def _use_rates(self, present: Roll) -> None:
         if present.rates:
@@ -179,16 +208,20 @@ class DeltaAverager:
                 anchor.grad = None
         else:
             blend = 0.0
+            self.skipped += 1
             self._on_reset(bucket.names)
             warnings.warn(
-                f"the parameters of a replica are not finite (among {bucket.names[0]}, ...); all replicas go back to where "
-                "they were after the last exchange",
+                f"a mean delta is not finite although each rank's was (among {bucket.names[0]}, ...); these parameters go back "
+                "to where they were after the last exchange",
                 stacklevel=2,
             )
         for name, anchor in zip(bucket.names, anchors, strict=True):
             parameter = self._parameters[name]
             there = anchor.to(parameter.device)
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
+
+    def _delta(self, name: str) -> Tensor:
+        return self.anchors[name] - self._parameters[name].to(self.anchors[name].device)
 
     # Buckets
 
@@ -217,6 +250,14 @@ class DeltaAverager:
         slots = [self._memory[name] for name in names]
         return Bucket(flat, unflatten(flat, like), names, slots, self._group.rank, self._group.world, step, number)
 
+    def replicated(self) -> dict[str, Tensor]:
+        """What is the same on all ranks."""
+        found = {f"the anchor of {name}": anchor for name, anchor in self.anchors.items()}
+        for name, anchor in self.anchors.items():
+            memory = self._outer.state.get(anchor, {})
+            found |= {f"the outer {key} of {name}": value for key, value in memory.items() if isinstance(value, Tensor)}
+        return found
+
     # State
 
     def state(self) -> dict[str, Any]:
@@ -226,6 +267,8 @@ class DeltaAverager:
             "outer": {name: dict(self._outer.state.get(anchor, {})) for name, anchor in self.anchors.items()},
             "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
             "rounds": list(self._rounds),
+            "norms": [norms.norms for norms in self._norms],
+            "skipped": self.skipped,
             "clean": sorted(self._clean),
             "air": [airborne.state() for airborne in self._air],
         }
@@ -243,6 +286,8 @@ class DeltaAverager:
             slot.clear()
             slot.update({key: value.to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
         self._rounds, self._clean, self._air = list(state["rounds"]), set(state["clean"]), []
+        self._norms = [Norms(self._deltas.outlier, norms) for norms in state["norms"]]
+        self.skipped = state["skipped"]
         for entry in state["air"]:
             buckets = []
             for names in self._buckets[entry["fragment"]]:

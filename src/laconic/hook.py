@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from laconic.bucket import Bucket, Slot
 from laconic.reducers.base import Reducer
-from laconic.wire import PATIENCE_SECONDS, Flight, Group, Ledger, Reduced
+from laconic.wire import PATIENCE_SECONDS, CommunicationError, Flight, Group, Ledger, Reduced
 
 # A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
 DEPTH = 1
@@ -61,6 +61,7 @@ class GradientHook:
         self.group = group  # read at every bucket; changed from outside, between steps
         self.step = 0  # the run's clock, set from outside
         self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
+        self.strategy = ""  # what a person calls it, in errors
         self.rounds = 0
         self._names, self._memory, self._ledger = names, memory, ledger
         self._depth = depth
@@ -93,8 +94,11 @@ class GradientHook:
             else:
                 self._advance(index)
         except Exception as error:
-            error.add_note(f"laconic: averaging gradients by {self.reducer}, step {self.step + 1}, bucket {index}")
-            self._abandon(0)  # a collective failed: there is no point in waiting for others of the same group
+            self._abandon(0)  # if a collective failed, there is no point in waiting for others of the same group
+            where = f"{self.strategy or self.reducer}, step {self.step + 1}, averaging gradients of bucket {index}"
+            if isinstance(error, CommunicationError):
+                raise CommunicationError(f"{where}: {error}") from error
+            error.add_note(f"laconic: {where}")
             raise
         return future
 

@@ -121,7 +121,7 @@ class LocalUpdates:
             return None, world
         meet()
         rates = [rate() for _, rate in self._inner()] if self._follows_rate else []
-        present = land(roll(step, rates, group, self._device), group, self._control)
+        present = land(roll(step, 0.0, rates, group, self._device), group, self._control)
         ParameterAverager(self._parameters, self._ledger).average(group)
         if group.world == world.world:
             self._drifted = False
@@ -176,6 +176,15 @@ class LocalUpdates:
         if names:  # no optimizer moves them, but anchors of all parameters belong to some group
             found.append((list(names.values()), lambda: 0.0))
         return found
+
+    @property
+    def skipped(self) -> int:
+        """Rounds that moved nothing, because a delta was not finite or out of line."""
+        return self.deltas.skipped if self.deltas else 0
+
+    def replicated(self) -> dict[str, Tensor]:
+        """What all ranks have alike at any time: the anchors, and the outer optimizer's memory of them."""
+        return self.deltas.replicated() if self.deltas else {}
 
     # State
 

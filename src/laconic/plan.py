@@ -33,12 +33,14 @@ class Plan:
     strategy: Strategy
     uneven: str
     mesh: DeviceMesh | None
+    check_every: int  # syncs between two comparisons of the replicas; 0: never
 
     def facts(self) -> list[str]:
         """What all ranks must have alike."""
         return [
             f"strategy {self.strategy}",
             f"uneven={self.uneven!r}",
+            f"check_every={self.check_every}",
             f"{len(self.optimizers)} optimizers",
             "a GradScaler" if self.scaler else "no GradScaler",
             "a DistributedDataParallel" if self.ddp else "a bare module",
@@ -92,7 +94,16 @@ def scopes(strategy: Strategy) -> set[Scope]:
     return {*strategy.route.scopes, *between, *air}
 
 
-def check(model: object, optimizer: object, strategy: object, scaler: object, uneven: object, mesh: object, world: int) -> Plan:
+def check(
+    model: object,
+    optimizer: object,
+    strategy: object,
+    scaler: object,
+    uneven: object,
+    mesh: object,
+    world: int,
+    check_every: object,
+) -> Plan:
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -110,6 +121,8 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
     check_route(chosen, ddp, parameters, world, mesh)
     if uneven not in ("error", "stop"):
         raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
+    if not isinstance(check_every, int) or check_every < 0:
+        raise ValueError(f"check_every must be a number of syncs, or 0 for never, got {check_every!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     if scaler is not None and "step" in vars(scaler):
@@ -121,7 +134,7 @@ def check(model: object, optimizer: object, strategy: object, scaler: object, un
         raise ValueError("an optimizer is given twice; each of its steps would count as two")
     if ddp is not None:
         _check_ddp(ddp, chosen)
-    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh)
+    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)
 
 
 def _check_ddp(ddp: DistributedDataParallel, strategy: Strategy) -> None:

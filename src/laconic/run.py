@@ -29,10 +29,11 @@ from laconic.plan import Plan, attached, check, check_route, scopes
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
 from laconic.replay import Readiness, replay
+from laconic.replicas import compare
 from laconic.routes import silent
 from laconic.spec import strategy as read
 from laconic.state import VERSION, checked
-from laconic.wire import Ledger, TorchGroup, land
+from laconic.wire import CommunicationError, Ledger, TorchGroup, land
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Stats:
     payload_bytes: int  # handed to collectives
     wire_bytes: int  # put on the cable for them, at the least
     wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
+    skipped: int  # rounds of deltas that moved nothing, because they were not finite or out of line
     aside_bytes: int  # wire bytes of `consensus`, which is no part of training
 
 
@@ -61,6 +63,7 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     uneven: Literal["error", "stop"] = "error",
     mesh: DeviceMesh | None = None,
+    check_every: int = 0,
 ) -> "Run":
     """Train `model` by `strategy`, with the loop as it is.
 
@@ -69,7 +72,8 @@ def attach(
     all ranks with the first one's numbers, as a DistributedDataParallel does. With a `scaler`, steps
     that it skips are counted too. `uneven="stop"` lets ranks run out of batches at different steps: all stop together
     then, for the price of a one-byte collective before each exchange; otherwise that is an error that names them. The
-    dimensions of a `mesh` can be named as subgroups.
+    dimensions of a `mesh` can be named as subgroups. With `check_every=K` replicas are compared after every K-th sync, or
+    every K-th step where there are none: see `check_replicas`.
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
@@ -94,7 +98,7 @@ def attach(
         process_group = model.process_group
     group, device = TorchGroup(process_group), control_device(process_group)
     try:
-        plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world)
+        plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world, check_every)
     except (TypeError, ValueError) as problem:
         agree([], problem, group, device)
         raise
@@ -108,7 +112,7 @@ class Run:
     def __init__(self, plan: Plan, process_group: dist.ProcessGroup, identity: str) -> None:
         self.strategy = plan.strategy
         self._module, self._parameters, self._optimizers = plan.module, plan.parameters, plan.optimizers
-        self._uneven, self._scaler = plan.uneven, plan.scaler
+        self._uneven, self._scaler, self._check_every = plan.uneven, plan.scaler, plan.check_every
         self._ddp = plan.ddp  # let go of by `detach`: a dead DDP must not linger beside a new one over the same module
         self._device = control_device(process_group)
         names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
@@ -126,6 +130,7 @@ class Run:
             self._hook = GradientHook(plan.strategy.reducer, self._group, names, self._memory, self._ledger)
             if plan.scaler is not None and plan.scaler.is_enabled():
                 self._hook.scale = plan.scaler._get_scale_async  # type: ignore[assignment]  # set before any backward
+            self._hook.strategy = str(plan.strategy)
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self._hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
@@ -164,8 +169,13 @@ class Run:
         partners = self._partners(step - 1)
         if (partners.world if partners else 1) < self._group.world:
             self._local.drift()
-        self._local.after_step(step, self._meet)
+        before = self._local.syncs
+        with self._during("averaging after the step"):
+            self._local.after_step(step, self._meet)
         self._set_up_step()
+        syncs = self._local.syncs if self.strategy.averaging else step
+        if self._check_every and syncs > (before if self.strategy.averaging else step - 1) and syncs % self._check_every == 0:
+            check_replicas(self)
 
     def _before_forward(self) -> None:
         syncs = torch.is_grad_enabled() and self._ddp is not None and self._ddp.require_backward_grad_sync
@@ -211,6 +221,15 @@ class Run:
         finally:
             self.detach()
 
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        """What fails in here is said to have failed in this phase, and the other ranks are told."""
+        try:
+            yield
+        except CommunicationError as error:
+            self._report_failure(error)
+            raise CommunicationError(f"{self.strategy}, step {self._clock.step}, {phase}: {error}") from error
+
     def _report_failure(self, error: BaseException) -> None:
         if isinstance(error, UnevenError):
             return  # `worry` has reported already
@@ -232,6 +251,7 @@ class Run:
             payload_bytes=total.payload_bytes,
             wire_bytes=total.wire_bytes,
             wait_seconds=self._ledger.wait_seconds,
+            skipped=self._local.skipped,
             aside_bytes=self._aside.total.wire_bytes,
         )
 
@@ -245,8 +265,9 @@ class Run:
     def sync(self) -> None:
         """Make every replica equal, if steps were taken apart: the mean of all. All ranks call it together."""
         self._require_live("sync")
-        if self._agree_on_drift():
-            self._local.equalise(self._ledger)
+        with self._during("making replicas equal"):
+            if self._agree_on_drift():
+                self._local.equalise(self._ledger)
 
     @contextmanager
     def consensus(self, of: Literal["mean", "anchor"] = "mean") -> Iterator[None]:
@@ -303,6 +324,7 @@ class Run:
             self._local.drift()
         if self._hook is not None:
             self._hook.use(self._releasing(chosen.reducer), self._group)
+            self._hook.strategy = str(chosen)
         self._set_up_step()
 
     def detach(self) -> None:
@@ -463,3 +485,14 @@ class Run:
             raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
         if self._in_consensus:
             raise RuntimeError(f"{what}() can't be called inside consensus(): the parameters there are on loan")
+
+
+def check_replicas(run: Run) -> None:
+    """Raise `ReplicaError` where what must be the same on all ranks is not; all ranks together.
+
+    That is the parameters, unless steps have been taken apart, and the anchors with the outer optimizer's memory of them.
+    Bytes: (N-1) * 16 a tensor.
+    """
+    run._require_live("check_replicas")
+    parameters: dict[str, Tensor] = {} if run._agree_on_drift() else dict(run._parameters)
+    compare({**parameters, **run._local.replicated()}, run._group, run._control, run._device, run._clock.step)

@@ -43,7 +43,7 @@ def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Te
 
 
 def _check_deltas(deltas: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    missing = [key for key in ("anchors", "outer", "memory", "rounds", "clean", "air") if key not in deltas]
+    missing = [key for key in ("anchors", "outer", "memory", "rounds", "norms", "skipped", "clean", "air") if key not in deltas]
     if missing:
         raise ValueError(f"deltas without {missing[0]!r}")
     for name, parameter in parameters.items():

@@ -13,7 +13,8 @@ they cost is said here and nowhere else.
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
@@ -147,6 +148,10 @@ class Ledger:
             self.wait_seconds += waited
 
 
+class CommunicationError(RuntimeError):
+    """A collective failed: a peer has gone, or took longer than the process group's timeout."""
+
+
 class Handle(Protocol):
     """A collective in the air."""
 
@@ -269,7 +274,8 @@ class Flight(Generic[Answer]):
         if self._handle is None:
             return
         start = time.perf_counter()
-        self._answer = self._handle.wait()
+        with _explained(self._row):
+            self._answer = self._handle.wait()
         blocking = self._answer.device.type == "cpu"
         self._ledger.land(self._row, time.perf_counter() - start if blocking else None)
         self._handle = None
@@ -302,8 +308,19 @@ class Flight(Generic[Answer]):
             self._result, self.over = stop.value, True
             return
         self._row = self._ledger.launch(collective, self._group.world)
-        self._handle = self._group.launch(collective)
+        with _explained(self._row):
+            self._handle = self._group.launch(collective)
         self.launched += 1
+
+
+@contextmanager
+def _explained(row: Row) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # torch's backends raise these
+            raise
+        raise CommunicationError(f"{row.kind} of {row.payload_bytes} bytes among {row.world} ranks failed: {error}") from error
 
 
 def land(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:

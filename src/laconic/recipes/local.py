@@ -45,11 +45,12 @@ def _averaging(
     delay: int = 0,
     blend: float = 0.0,
     offload: bool = False,
+    outlier: float | None = None,
 ) -> Averaging:
     """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
     checked(reducer, "reducer")
     plain = outer is None and isinstance(reducer, Exact)
-    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, offload)
+    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, offload, outlier)
     return Averaging(routes.world(schedule), deltas, buffers, _moments(moments))
 
 
@@ -132,6 +133,7 @@ def slowmo(
     buffers: str = "average",
     moments: Moments = "auto",
     offload: bool = False,
+    outlier: float | None = None,
 ) -> Strategy:
     """Averaging with a slow momentum over it, in units of the learning rate.
 
@@ -139,7 +141,7 @@ def slowmo(
     Bytes: 2(N-1)/N * 4n / period a step.  Memory: 2n.  Paper: Wang et al. 2019, arXiv:1910.00643.
     """
     outer = SlowMo(beta, alpha)
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload, outlier=outlier)
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
@@ -154,6 +156,7 @@ def diloco(
     buffers: str = "average",
     moments: Moments = "keep",
     offload: bool = False,
+    outlier: float | None = None,
 ) -> Strategy:
     """Local steps, and an outer Nesterov step on the mean of how far replicas came.
 
@@ -163,7 +166,7 @@ def diloco(
     Paper: Douillard et al. 2023, arXiv:2311.08105.
     """
     outer = _outer(outer_lr, outer_momentum)
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, offload=offload, outlier=outlier)
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
@@ -182,6 +185,7 @@ def streaming_diloco(
     buffers: str = "average",
     moments: Moments = "keep",
     offload: bool = False,
+    outlier: float | None = None,
 ) -> Strategy:
     """DiLoCo in pieces that travel while training goes on: a fragment lands every period / fragments steps.
 
@@ -192,7 +196,9 @@ def streaming_diloco(
     if isinstance(period, QSR):
         raise TypeError("period must be a whole number of steps here: fragments need their places in it")
     outer = _outer(outer_lr, outer_momentum)
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, outer, fragments, order, delay, blend, offload)
+    averaging = _averaging(
+        _schedule(period, warmup), reducer, buffers, moments, outer, fragments, order, delay, blend, offload, outlier
+    )
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
@@ -207,6 +213,7 @@ def sparseloco(
     buffers: str = "average",
     moments: Moments = "keep",
     offload: bool = False,
+    outlier: float | None = None,
 ) -> Strategy:
     """DiLoCo that sends the largest entries of the deltas; error feedback takes the place of the outer momentum.
 
@@ -214,7 +221,9 @@ def sparseloco(
     Bytes: (N-1) * 8 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
     """
     reducer = ErrorFeedback(TopK(ratio), decay)
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, Adopt(outer_lr), offload=offload)
+    averaging = _averaging(
+        _schedule(period, warmup), reducer, buffers, moments, Adopt(outer_lr), offload=offload, outlier=outlier
+    )
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 

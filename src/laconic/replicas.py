@@ -1,0 +1,52 @@
+"""Whether replicas are equal, by a few bytes a parameter."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from laconic.bucket import local
+from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
+
+
+class ReplicaError(RuntimeError):
+    """What must be the same on all ranks is not."""
+
+
+def compare(tensors: Mapping[str, Tensor], group: TorchGroup, ledger: Ledger, device: torch.device, step: int) -> None:
+    """Raise on every rank if these tensors are not the same bits on all of them; the first that differs is named.
+
+    Maths: for each tensor two sums of its 32-bit words, one plain, one weighted by position, modulo 2^64.
+    Bytes: (N-1) * 16 a tensor.
+    """
+    names = list(tensors)
+    digests = [digest(tensors[name]).to(device) for name in names]
+    rows = land(_gather(torch.stack(digests) if digests else torch.zeros(0, 2, dtype=torch.int64)), group, ledger)
+    unlike = (rows != rows[0]).flatten(2).any(2) if digests else torch.zeros(group.world, 0, dtype=torch.bool)
+    for place, name in enumerate(names):
+        ranks = [group.members[rank] for rank in range(group.world) if unlike[rank, place]]
+        if ranks:
+            others = int(unlike.any(0).sum()) - 1
+            raise ReplicaError(
+                f"after {step} steps, {name} is not the same on rank {', '.join(map(str, ranks))} as on rank {group.members[0]}"
+                + (f"; neither are {others} others" if others else "")
+            )
+
+
+def _gather(digests: Tensor) -> Rounds[Tensor]:
+    return (yield AllGather(digests)).cpu()
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Two 64-bit numbers that equal bits have in common; worked out on the tensor's own device."""
+    flat = local(tensor).contiguous().view(-1)
+    data = flat.view(torch.uint8)
+    words = (
+        torch.cat([data, data.new_zeros(-data.numel() % 4)]).view(torch.int32) if data.numel() % 4 else data.view(torch.int32)
+    )
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), 1 << 20):
+        piece = words[start : start + (1 << 20)].long()
+        weights = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
+        total += torch.stack([piece.sum(), (piece * weights).sum()])
+    return total

@@ -1,0 +1,53 @@
+"""A worker that is killed: every survivor hears of it in one sentence, and its model is what it was."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import laconic
+from tests.models import build, chain, vectors, weights
+from tests.ranks import last_ranks
+
+KILLED_AT = 5
+
+
+def until_killed(rank: int, text: str, folder: str, victim: int) -> None:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    before: list[Any] = []
+    try:
+        with laconic.attach(model, optimizer, text):
+            for step in range(100):
+                if (rank, step) == (victim, KILLED_AT):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                before = weights(model)
+                model(vectors(rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as error:
+        finite = all(bool(tensor.isfinite().all()) for tensor in weights(model))
+        same = all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+        Path(folder, str(rank)).write_text(f"{type(error).__name__}|{finite}|{same}|{error}")
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize("text", ["bf16()", "ddp(reducer=ErrorFeedback(PowerSGD(1)))", "diloco(3)", "local_sgd(3)"])
+def test_survivors_are_told(text: str, victim: int, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the process died"):
+        last_ranks(3, until_killed, text, str(tmp_path), victim)
+    found = {int(file.name): file.read_text().split("|", 3) for file in tmp_path.iterdir()}
+    assert set(found) == {0, 1, 2} - {victim}
+    for kind, finite, same, sentence in found.values():
+        assert finite == "True"
+        if kind == "CommunicationError":
+            assert sentence.startswith(str(laconic.strategy(text)))
+            assert f"step {KILLED_AT + 1}" in sentence
+            assert "averaging" in sentence
+        else:  # heard from another survivor, or that the store is gone
+            assert kind == "UnevenError"
+            assert "rank" in sentence
+        assert same == str("local" not in text and "diloco" not in text), "gradients failed before any step"
