@@ -3,7 +3,7 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -124,6 +124,7 @@ class Run:
         self._groups = Groups(process_group, identity, scopes(plan.strategy), plan.mesh, self._device, self._roll.worry)
         self._group = self._groups.world
         self._in_consensus = False
+        self._last_tasks: list[Callable[[], object]] = []
         self._live = True
         self._hook: GradientHook | None = None
         if plan.ddp is not None:
@@ -331,6 +332,9 @@ class Run:
         """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""
         if not self._live:
             return
+        if sys.exc_info()[0] is None:
+            for task in self._last_tasks:
+                task()
         self._live = False
         drifted = self._drifted
         self._clock.stop()
@@ -382,6 +386,10 @@ class Run:
     def lockstep(self) -> bool:
         """Whether every rank has the same parameters and optimizer state after every step."""
         return self.strategy.averaging is None and self.strategy.route.scopes == {"world"} and not self._drifted
+
+    def before_detach(self, task: Callable[[], object]) -> None:
+        """Have this done, unless an exception ends the run, while its process groups are still there."""
+        self._last_tasks = [task]
 
     def aside(self) -> TorchGroup:
         """All its ranks on a gloo group that nobody else uses; all ranks ask for it together."""

@@ -84,6 +84,7 @@ def load(
 def _chosen(path: Path) -> Path:
     if (path / manifest.FILE).exists():
         return path
+    manifest.sweep(path)  # what a save that was killed has left
     found = latest(path)
     if found is None:
         there = ", ".join(folder.name for folder in manifest.checkpoints(path)) or "nothing"

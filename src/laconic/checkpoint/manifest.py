@@ -108,7 +108,7 @@ def checkpoints(path: Path) -> list[Path]:
 def sweep(path: Path) -> None:
     """Remove what a save that was killed has left."""
     for folder in path.glob(f"*{PARTIAL}"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # another rank may be at it, too
 
 
 def sync_folder(folder: Path) -> None:

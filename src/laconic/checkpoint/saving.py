@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Saving:
         return self._path
 
 
-_latest: dict[int, Saving] = {}  # by run: one save of a run at a time
+_going: "weakref.WeakKeyDictionary[Run, Saving]" = weakref.WeakKeyDictionary()  # one save of a run at a time
 
 
 def save(
@@ -82,7 +83,7 @@ def save(
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
     check_own(run, model, optimizer)
-    before = _latest.pop(id(run), None)
+    before = _going.pop(run, None)
     if before is not None:
         before.wait()
     group, device = run.group, run.device
@@ -97,7 +98,8 @@ def save(
     partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
     saving = Saving(lambda: _write(target, partial, flat, aside, step, strategy, keep), asynchronous)
     if asynchronous:
-        _latest[id(run)] = saving
+        _going[run] = saving
+        run.before_detach(saving.wait)
     else:
         saving.wait()
     return saving
