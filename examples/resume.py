@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 20 examples/resume.py checkpoints
 
-Kill one of the workers (kill -9) while it runs: torchrun starts all of them again, and the run ends with the very weights of one
-that was never disturbed.
+Kill one of the workers (kill -9) while it runs: torchrun starts all of them again, and the run ends with the very weights of
+one that was never disturbed.
 """
 
 import argparse

@@ -44,6 +44,7 @@ def joined(bucket: Bucket, key: str, *, create: bool = False) -> Tensor | None:
     first = next((piece for piece in pieces if piece is not None), None)
     if first is not None and all(
         piece is not None
+        and (piece.dtype, piece.device) == (flat.dtype, flat.device)
         and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         and piece.storage_offset() == offset
         and piece.stride() == view.stride()

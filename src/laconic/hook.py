@@ -68,6 +68,7 @@ class GradientHook:
         self._layouts: list[_Layout] = []
         self._expected: list[int] = []
         self._air: list[_Airborne] = []
+        self._last = -1  # DDP's number of the bucket that came last
 
     def use(self, reducer: Reducer, group: Group) -> None:
         """Average by another reducer, or with others, from the next backward on."""
@@ -82,17 +83,19 @@ class GradientHook:
     def arrive(self, gradients: dist.GradBucket) -> Future[Tensor]:
         """DDP has filled a bucket; the future gets the mean."""
         index = gradients.index()
-        if index == 0:
-            self.settle()
+        if index <= self._last:
+            self.settle()  # another backward
+        self._last = index
+        number = len(self._air)
         try:
-            bucket = self._bucket(gradients)
+            bucket = self._bucket(gradients, number)
             flight = Flight(self.reducer.reduce(bucket), self.group, self._ledger)
             future = new_future(bucket.flat.device)
-            self._air.append(_Airborne(flight, future, self._expected[index]))
+            self._air.append(_Airborne(flight, future, self._expected[number]))
             if gradients.is_last():
                 self._finish()
             else:
-                self._advance(index)
+                self._advance(number)
         except Exception as error:
             self._abandon(0)  # if a collective failed, there is no point in waiting for others of the same group
             where = f"{self.strategy or self.reducer}, step {self.step + 1}, averaging gradients of bucket {index}"
@@ -101,6 +104,16 @@ class GradientHook:
             error.add_note(f"laconic: {where}")
             raise
         return future
+
+    @property
+    def idle(self) -> bool:
+        """Whether no bucket is in the air."""
+        return not self._air
+
+    def finish(self) -> None:
+        """Land what is in the air: no further bucket will come."""
+        if self._air:
+            self._finish()
 
     def settle(self) -> None:
         """Forget the exchanges of a backward that never came to its end."""
@@ -136,21 +149,22 @@ class GradientHook:
             airborne.flight.result.finish()
             airborne.future.set_result(airborne.flight.result.mean)
         self._expected = [airborne.flight.launched for airborne in self._air]
-        self._air = []
+        del self._layouts[len(self._air) :]
+        self._air, self._last = [], -1
         self.rounds += 1
 
-    def _bucket(self, gradients: dist.GradBucket) -> Bucket:
-        flat, index = gradients.buffer(), gradients.index()
+    def _bucket(self, gradients: dist.GradBucket, number: int) -> Bucket:
+        flat = gradients.buffer()
         parameters = gradients.parameters()
         key = tuple(map(id, parameters))
-        if index >= len(self._layouts) or self._layouts[index].key != key:
+        if number >= len(self._layouts) or self._layouts[number].key != key:
             # DDP rebuilds its buckets once, after the first backward.
             names = [self._names[id(parameter)] for parameter in parameters]
-            self._layouts[index:] = [_Layout(key, names, [self._memory[name] for name in names])]
-            self._expected[index:] = [1]
+            self._layouts[number:] = [_Layout(key, names, [self._memory[name] for name in names])]
+            self._expected[number:] = [1]
         elif gradients.is_last():
-            del self._layouts[index + 1 :]
-        layout, group = self._layouts[index], self.group
+            del self._layouts[number + 1 :]
+        layout, group = self._layouts[number], self.group
         return Bucket(
             flat,
             gradients.gradients(),

@@ -22,6 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 # How long a rank waits for a collective before it asks whether a peer is still there.
 PATIENCE_SECONDS = 5.0
@@ -100,7 +101,7 @@ class Traffic:
 
 def traffic(collective: Collective, world: int) -> Traffic:
     """What one collective costs one rank; a fraction of a byte is rounded up."""
-    payload = collective.tensor.nbytes
+    payload = _nbytes(collective.tensor)
     match collective:
         case AllReduce():
             sent = 2 * (world - 1) * payload
@@ -109,6 +110,11 @@ def traffic(collective: Collective, world: int) -> Traffic:
         case AllGather():
             sent = (world - 1) * payload * world
     return Traffic(payload, -(-sent // world), 1)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    # A sparse tensor has indices and values, and may have entries twice.
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 @dataclass(slots=True)
@@ -156,6 +162,10 @@ class Handle(Protocol):
     """A collective in the air."""
 
     def wait(self) -> Tensor: ...
+
+    def future(self) -> Future[Tensor]:
+        """For those who can't wait."""
+        ...
 
     def settle(self, seconds: float) -> bool:
         """Wait for the end without caring for the answer; False: it is still in the air."""
@@ -226,6 +236,10 @@ class _TorchHandle:
             self.worry()
         self.work.wait()
         return self.answer
+
+    def future(self) -> Future[Tensor]:
+        answer = self.answer
+        return self.work.get_future().then(lambda done: done.value()[0] if answer.is_sparse else answer)
 
     def settle(self, seconds: float) -> bool:
         try:

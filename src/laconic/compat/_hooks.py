@@ -7,15 +7,16 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.bucket import Slot, stored
-from laconic.compat._owner import Steps, owner
+from laconic.compat._owner import Watch, watch
 from laconic.hook import GradientHook, new_future
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
-from laconic.wire import Ledger, TorchGroup
+from laconic.wire import AllReduce, Ledger, TorchGroup
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -23,34 +24,55 @@ Hook: TypeAlias = Callable[[Any, dist.GradBucket], Future[Tensor]]
 class Binding:
     """A hook at work for one DDP."""
 
-    def __init__(self, ddp: DistributedDataParallel, memory: dict[str, Slot]) -> None:
+    def __init__(self, watched: Watch, memory: dict[str, Slot]) -> None:
+        self.watch = watched
+        ddp = self.ddp
+        if ddp.skip_all_reduce_unused_params:
+            raise ValueError(
+                "a DDP with skip_all_reduce_unused_params=True leaves buckets out, and this hook needs all of them"
+            )
         names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
         for name in names.values():
             memory.setdefault(name, {})
         self.ledger = Ledger()
-        self.hook = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, self.ledger)
-        self._ddp = weakref.ref(ddp)
-        self._steps = Steps.of(ddp)
+        self.group = TorchGroup(ddp.process_group)
+        self.hook = GradientHook(Exact(), self.group, names, memory, self.ledger)
 
     @property
     def ddp(self) -> DistributedDataParallel:
-        ddp = self._ddp()
+        ddp = self.watch.ddp()
         assert ddp is not None, "its backward is running"
         return ddp
 
-    def belongs_to(self, ddp: DistributedDataParallel) -> bool:
-        return self._ddp() is ddp
-
-    def next_step(self) -> bool:
-        """A backward begins: whether it is of another optimizer step than the last one."""
-        return self._steps.next(self.ddp)
-
-    def use(self, reducer: Reducer, process_group: dist.ProcessGroup | None) -> None:
-        """From this backward on; None: the ranks of the DDP itself."""
+    def average(self, bucket: dist.GradBucket, reducer: Reducer, process_group: dist.ProcessGroup | None) -> Future[Tensor]:
+        """Average a bucket; None: over the ranks of the DDP itself."""
         wanted = process_group if process_group is not None else self.ddp.process_group
-        group = self.hook.group
-        assert isinstance(group, TorchGroup)
-        self.hook.use(reducer, group if group.process_group is wanted else TorchGroup(wanted))
+        if self.group.process_group is not wanted:
+            self.group = TorchGroup(wanted)
+        if reducer == Exact():
+            # One collective, so nothing has to be put in order: each bucket's future is done when the bucket is.
+            collective = AllReduce(bucket.buffer())
+            self.ledger.launch(collective, self.group.world)
+            return self.group.launch(collective).future()
+        if bucket.buffer().is_sparse:
+            raise TypeError(f"{reducer} can't compress sparse gradients; build the layer with sparse=False")
+        if self.hook.idle:
+            self.hook.use(reducer, self.group)
+            self._finish_with_the_backward()
+        elif reducer != self.hook.reducer:
+            raise ValueError(
+                f"the buckets of one backward can't be averaged by {self.hook.reducer} and by {reducer}, because their "
+                "messages have to leave in one order; use one hook for all"
+            )
+        return self.hook.arrive(bucket)
+
+    def _finish_with_the_backward(self) -> None:
+        """If another hook is given the last bucket, ours still land."""
+        try:
+            Variable._execution_engine.queue_callback(self.hook.finish)
+        except RuntimeError as error:
+            if "during backward pass" not in str(error):  # DDP's join hands over all buckets without one
+                raise
 
 
 _stateless: "weakref.WeakKeyDictionary[DistributedDataParallel, Binding]" = weakref.WeakKeyDictionary()
@@ -60,12 +82,13 @@ def average(process_group: object, bucket: dist.GradBucket, reducer: Reducer) ->
     """What a hook does that keeps nothing between steps; its state is None or a process group."""
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"this hook's state must be None or a process group, got {type(process_group).__name__}")
-    ddp = owner(bucket, process_group)
+    watched = watch(bucket, process_group)
+    ddp = watched.ddp()
+    assert ddp is not None
     if ddp not in _stateless:
-        _stateless[ddp] = Binding(ddp, {})
-    if bucket.index() == 0:
-        _stateless[ddp].use(reducer, process_group)
-    return _stateless[ddp].hook.arrive(bucket)
+        _stateless[ddp] = Binding(watched, {})
+    watched.forwarded = False
+    return _stateless[ddp].average(bucket, reducer, process_group)
 
 
 def traffic(ddp: DistributedDataParallel) -> Ledger:

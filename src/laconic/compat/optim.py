@@ -35,15 +35,19 @@ class PostLocalSGDOptimizer(Optimizer):
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
         if not isinstance(optim, Optimizer):
             raise TypeError(f"optim must be a torch.optim.Optimizer, got {type(optim).__name__}")
-        if not isinstance(averager, ModelAverager):
+        if not hasattr(averager, "average_parameters") or not hasattr(averager, "step"):
             raise TypeError(f"averager must be a ModelAverager, got {type(averager).__name__}")
         self.__setstate__({"optim": optim, "averager": averager})
 
     # Not Optimizer.__init__: the parameters, their state and the defaults are those of `optim`, always.
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]

@@ -125,7 +125,9 @@ def orthonormal(batch: Tensor) -> Tensor:
     return (inverse / norm.mT) @ rows
 
 
-def warm(bucket: Bucket, parts: Split, key: str, wide: bool, seed: int, keep: bool = True) -> Factors:
+def warm(
+    bucket: Bucket, parts: Split, key: str, wide: bool, seed: int, dtype: torch.dtype = torch.float32, keep: bool = True
+) -> Factors:
     """The factors that the last exchange left, or, at first and without warm start, random ones that all ranks draw alike."""
     pieces = []
     for matrix in parts.matrices:
@@ -134,7 +136,7 @@ def warm(bucket: Bucket, parts: Split, key: str, wide: bool, seed: int, keep: bo
         if old is None or old.shape != (matrix.rank, side):
             when = 0 if keep else bucket.round
             old = normal((matrix.rank, side), bucket.flat.device, seed, when, key, bucket.names[matrix.place])
-        pieces.append(old.reshape(-1))
+        pieces.append(old.reshape(-1).to(bucket.flat.device, dtype))
     return Factors(parts, torch.cat(pieces), wide)
 
 

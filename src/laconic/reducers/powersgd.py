@@ -48,9 +48,9 @@ class PowerSGD(Reducer):
         return self._exchange(bucket, parts) if parts.matrices else Exact().reduce(bucket)
 
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
-        whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
+        whole = bucket.flat if bucket.flat.dtype.itemsize >= 4 else bucket.flat.float()
         matrices = matrix_views(whole, parts)
-        old = warm(bucket, parts, "q", True, self.seed, self.warm_start)
+        old = warm(bucket, parts, "q", True, self.seed, whole.dtype, self.warm_start)
         first = whole.new_empty(parts.tall + parts.plain)
         p = Factors(parts, first[: parts.tall], wide=False, across=True)
         for matrix, q_, p_ in zip(matrices, old.each(), p.each(), strict=True):

@@ -5,8 +5,11 @@ What differs from torch:
   (tests/compat/test_zero.py::test_as_stepping_after_backward).
 - They work in a process group that doesn't begin with rank 0 (::test_in_a_subgroup).
 - Parameters keep their storage and their memory format (::test_channels_last).
+- Learning-rate schedulers on `zero` have an effect (tests/compat/test_edges.py::test_zero_with_a_learning_rate_that_changes),
+  and `find_unused_parameters=True` works
+  (tests/compat/test_edges.py::test_zero_with_unused_parameters).
 - New parameters travel in one all-gather of all shards at the end of backward, where torch broadcasts bucket by bucket. The
-  interleaved hook differs from the other one in when the optimizer computes: bucket by bucket, as gradients land.
+  interleaved hook differs from the other one in when the optimizer computes: bucket by bucket, as their futures are done.
 
 As in torch, the first two backwards (three with a static graph) update nothing: DDP's buckets, which decide who owns what, are
 not final before.
@@ -114,7 +117,8 @@ class _Shards:
                 self._deal()
         if info.status == _OverlapStatus.INITIALIZED:
             return True
-        if ddp._has_rebuilt_buckets:
+        # Where it must look for unused parameters, DDP never rebuilds its buckets.
+        if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
             if bucket.index() == 0:
                 info.params_per_bucket = []
             info.params_per_bucket.append(bucket.parameters())
@@ -144,6 +148,8 @@ class _Shards:
             mine = self._zero.optim.param_groups[0]["params"]
             wanted: list[Tensor | None] = [found.get(id(parameter)) for parameter in mine]
             if any(gradient is not None for gradient in wanted):
+                settings = self._zero.optim.defaults  # torch's functional optimizers read these and not their group's
+                settings.update({key: value for key, value in self._zero.param_groups[0].items() if key in settings})
                 self._zero._local_step(wanted)
 
     def share(self) -> None:

@@ -7,7 +7,8 @@ What differs from torch:
   (tests/compat/test_default_hooks.py::test_a_ddp_of_some_ranks_needs_no_state).
 - A wrapper's result has the gradients' dtype, whatever the hook inside returns
   (tests/compat/test_default_hooks.py::test_wrappers_give_the_dtype_back).
-- A hook of here must be given every bucket of a backward: all futures are done when the last bucket's is.
+- The futures of 16-bit hooks are done together, when a backward's last bucket has arrived: don't wait for one inside a hook.
+  That of `allreduce_hook` is done when its bucket is (tests/compat/test_edges.py::test_waiting_and_mixing).
 """
 
 # DDP refuses hooks whose annotations are strings: no `from __future__ import annotations` here.

@@ -1,4 +1,6 @@
-"""The optimizer runs in backward, on each bucket as soon as it has been averaged.
+"""The optimizer runs in backward, on each bucket as soon as its future is done.
+
+That is at once after `allreduce_hook` has averaged it; after the compressing hooks, when the last bucket has arrived.
 
 What differs from torch:
 - Gradients are taken from what the hook returned, in the parameters' own layout and dtype: hooks that return a new tensor
@@ -54,6 +56,7 @@ def _apply_optim_in_backward_hook(
     Its state is a weak reference to the DDP. The gradients of those parameters are None after the backward.
     """
     waiting = _OptimInBackwardHookState(torch.Stream(), False)
+    pending: list[torch.futures.Future[torch.Tensor]] = []
 
     def apply_optim_in_backward_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         ddp: Any = state()
@@ -72,6 +75,8 @@ def _apply_optim_in_backward_hook(
 
         def finish() -> None:
             waiting.wait_for_optim_stream_enqueued = False
+            torch.futures.wait_all(pending)
+            pending.clear()
             for parameter in ddp._module_parameters:
                 if hasattr(parameter, "_in_backward_optimizers"):
                     parameter.grad = None
@@ -80,7 +85,8 @@ def _apply_optim_in_backward_hook(
             waiting.wait_for_optim_stream_enqueued = True
             ddp.reducer._set_optimizer_in_backward()  # it then leaves gradients that are None as they are
             Variable._execution_engine.queue_callback(finish)
-        return average(None, bucket, Exact()).then(step)
+        pending.append(average(None, bucket, Exact()).then(step))
+        return pending[-1]
 
     return apply_optim_in_backward_hook
 

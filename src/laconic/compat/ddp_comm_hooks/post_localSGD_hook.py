@@ -8,6 +8,8 @@ What differs from torch:
 - A state can be pickled and read by `torch.load`; its groups are left out (::test_a_state_can_be_saved).
 - The mean is times 1/N, as DDP's own, where torch's hook divides by N: the same bits where N is a power of two
   (::test_as_torch).
+- A run that is resumed in its local phase learns of its DDP in the first backward: the first forward still takes rank 0's
+  buffers.
 - With `find_unused_parameters=True` DDP still compares over all ranks which parameters were used, as in torch.
 """
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from laconic.agreement import agree
 from laconic.compat._hooks import Binding, landed
-from laconic.compat._owner import owner
+from laconic.compat._owner import watch
 from laconic.groups import Groups, control_device
 from laconic.reducers.exact import Exact
 from laconic.wire import TorchGroup
@@ -81,12 +83,13 @@ class PostLocalSGDState:
         binding = self._bound(bucket)
         if bucket.index() == 0:
             # A backward of the optimizer step that was counted already doesn't count again.
-            binding.hook.step = self.iter if binding.next_step() else max(self.iter - 1, 0)
-            local = binding.hook.step >= self.start_localSGD_iter
-            binding.use(Exact(), self.subgroup if local else self.process_group)
+            binding.hook.step = self.iter if binding.watch.next_step() else max(self.iter - 1, 0)
         step = binding.hook.step
-        alone = step >= self.start_localSGD_iter and not self.post_local_gradient_allreduce
-        future = landed(bucket.buffer()) if alone else binding.hook.arrive(bucket)
+        local = step >= self.start_localSGD_iter
+        if local and not self.post_local_gradient_allreduce:
+            future = landed(bucket.buffer())
+        else:
+            future = binding.average(bucket, Exact(), self.subgroup if local else self.process_group)
         if step == self.iter:
             self.maybe_increase_iter(bucket)
         if bucket.is_last():
@@ -94,13 +97,13 @@ class PostLocalSGDState:
         return future
 
     def _bound(self, bucket: dist.GradBucket) -> Binding:
-        if self._binding is None or bucket.index() == 0:
-            ddp = owner(bucket, self)
-            if self._binding is None or not self._binding.belongs_to(ddp):
-                self._binding = Binding(ddp, {})
-                self._sync_buffers = ddp.forward_sync_buffers
-            if self.subgroup is None and self.post_local_gradient_allreduce:
-                self.subgroup = self._node(self.process_group if self.process_group is not None else ddp.process_group)
+        watched = watch(bucket, self)
+        if self._binding is None or self._binding.watch is not watched:
+            self._binding = Binding(watched, {})
+            self._sync_buffers = self._binding.ddp.forward_sync_buffers
+        if self.subgroup is None and self.post_local_gradient_allreduce:
+            everybody = self.process_group if self.process_group is not None else self._binding.ddp.process_group
+            self.subgroup = self._node(everybody)
         return self._binding
 
     def _node(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -13,6 +13,9 @@ What differs from torch:
 - A rank's error is taken against what that rank sent, not against the mean: the same sum, bounded on each rank
   (::test_as_torch_from_the_same_start).
 - Under accumulation without `no_sync`, `iter` counts optimizer steps (::test_the_warm_up_counts_optimizer_steps).
+- With a GradScaler, set `state.grad_scaler`: errors are then kept in units of the unscaled loss, whatever the scale does
+  (tests/compat/test_edges.py::test_a_loss_scale_that_changes). Without, they are in units of the scaled loss, as in torch.
+- `error_dict` and `q_memory_dict` are by parameter name; there is no `rng`, as the seed is all that has to be kept.
 - `orthogonalization_epsilon` and `batch_tensors_with_same_shape` are taken and not needed: bases are found without dividing by
   zero, and matrices of the same shape are always worked on together. P is worked out anew in each step: `p_memory_dict` is
   empty. Factors travel as fp32 also inside `fp16_compress_wrapper`.
@@ -20,7 +23,8 @@ What differs from torch:
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +32,7 @@ import torch.distributed as dist
 
 from laconic.bucket import Slot
 from laconic.compat._hooks import Binding, checked_memory
-from laconic.compat._owner import owner
+from laconic.compat._owner import watch
 from laconic.reducers.base import Reducer
 from laconic.reducers.batched_powersgd import BatchedPowerSGD
 from laconic.reducers.error_feedback import ErrorFeedback
@@ -107,25 +111,34 @@ class PowerSGDState:
         self._memory: dict[str, Slot] = {}
         self._rounds = 0
         self._binding: Binding | None = None
+        self.grad_scaler: torch.amp.GradScaler | None = None  # if there is one, errors are kept in units of the unscaled loss
         self._per_layer()  # complains of a rank or a rate that can't be
         logger.info("PowerSGD settings: %s", ", ".join(f"{name} = {getattr(self, name)}" for name in SAVED[:8]))
 
     # Memory, by parameter name
 
     @property
-    def error_dict(self) -> dict[str, torch.Tensor]:
-        """What this rank has left out so far, by parameter name."""
-        return {name: slot["error"] for name, slot in self._memory.items() if "error" in slot}
+    def error_dict(self) -> MutableMapping[str, torch.Tensor]:
+        """What this rank has left out so far, by parameter name; it can be changed."""
+        return _Kept(self._memory, "error")
+
+    @error_dict.setter
+    def error_dict(self, errors: Mapping[str, torch.Tensor]) -> None:
+        _Kept(self._memory, "error").replace(errors)
 
     @property
-    def q_memory_dict(self) -> dict[str, torch.Tensor]:
-        """The last step's Q, rank x columns, by parameter name."""
-        return {name: slot["q"] for name, slot in self._memory.items() if "q" in slot}
+    def q_memory_dict(self) -> MutableMapping[str, torch.Tensor]:
+        """The last step's Q, rank x columns, by parameter name; it can be changed."""
+        return _Kept(self._memory, "q")
+
+    @q_memory_dict.setter
+    def q_memory_dict(self, factors: Mapping[str, torch.Tensor]) -> None:
+        _Kept(self._memory, "q").replace(factors)
 
     @property
-    def p_memory_dict(self) -> dict[str, torch.Tensor]:
+    def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
         """Nothing: P is not kept."""
-        return {}
+        return MappingProxyType({})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's settings and memory as plain data. Every rank saves its own: each has its own error."""
@@ -138,9 +151,10 @@ class PowerSGDState:
         missing = [name for name in (*SAVED, "memory", "rounds") if name not in state]
         if missing:
             raise ValueError(f"this is no state_dict of a PowerSGDState: {missing[0]!r} is missing")
-        memory = {name: dict(slot) for name, slot in state["memory"].items()}
-        if self._binding is not None:
-            checked_memory(memory, self._binding.ddp)
+        memory = {name: {key: tensor.clone() for key, tensor in slot.items()} for name, slot in state["memory"].items()}
+        ddp = self._binding.watch.ddp() if self._binding is not None else None
+        if ddp is not None:
+            checked_memory(memory, ddp)
         for name in SAVED:
             setattr(self, name, state[name])
         self._memory, self._rounds, self._binding = memory, state["rounds"], None
@@ -150,7 +164,7 @@ class PowerSGDState:
         return self.state_dict()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._binding = None
+        self._binding = self.grad_scaler = None
         self.process_group = dist.group.WORLD
         self.load_state_dict(state)
         logger.warning("The loaded PowerSGD state talks to all ranks; for another process group, set its `process_group`.")
@@ -173,25 +187,28 @@ class PowerSGDState:
         binding = self._bound(bucket)
         if bucket.index() == 0:
             # A backward of the optimizer step that was counted already doesn't count again.
-            binding.hook.step = self.iter if binding.next_step() else max(self.iter - 1, 0)
-            begun = binding.hook.step >= self.start_powerSGD_iter
-            binding.use(compressor if begun else Exact(), self.process_group)
-        if binding.hook.reducer == compressor:
-            self._count(bucket, compressor)
+            binding.hook.step = self.iter if binding.watch.next_step() else max(self.iter - 1, 0)
         step = binding.hook.step
-        future = binding.hook.arrive(bucket)
+        begun = step >= self.start_powerSGD_iter
+        if begun:
+            self._count(bucket, compressor)
+        future = binding.average(bucket, compressor if begun else Exact(), self.process_group)
         if step == self.iter:
             self.maybe_increase_iter(bucket)
         return future
 
     def _bound(self, bucket: dist.GradBucket) -> Binding:
-        if self._binding is None or bucket.index() == 0:
-            ddp = owner(bucket, self)
-            if self._binding is None or not self._binding.belongs_to(ddp):
-                checked_memory(self._memory, ddp)
-                rounds = self._rounds if self._binding is None else self._binding.hook.rounds
-                self._binding = Binding(ddp, self._memory)
-                self._binding.hook.rounds = rounds
+        watched = watch(bucket, self)
+        if self._binding is None or self._binding.watch is not watched:
+            ddp = watched.ddp()
+            assert ddp is not None, "its backward is running"
+            checked_memory(self._memory, ddp)
+            rounds = self._rounds if self._binding is None else self._binding.hook.rounds
+            self._binding = Binding(watched, self._memory)
+            self._binding.hook.rounds = rounds
+            scaler = self.grad_scaler
+            if scaler is not None and scaler.is_enabled():
+                self._binding.hook.scale = scaler._get_scale_async  # type: ignore[assignment]  # set before any backward
         return self._binding
 
     def _per_layer(self) -> Reducer:
@@ -220,6 +237,34 @@ class PowerSGDState:
             rate, before, after = self.compression_stats()
             logger.info("PowerSGD at iteration %s: %s numbers sent as %s, %.3g times fewer.", self.iter, before, after, rate)
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
+
+
+class _Kept(MutableMapping[str, torch.Tensor]):
+    """One kind of memory, by parameter name."""
+
+    def __init__(self, memory: dict[str, Slot], key: str) -> None:
+        self._memory, self._key = memory, key
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._memory[name][self._key]
+
+    def __setitem__(self, name: str, value: torch.Tensor) -> None:
+        self._memory.setdefault(name, {})[self._key] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._memory[name][self._key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([name for name, slot in self._memory.items() if self._key in slot])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def replace(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Forget all, and keep these instead."""
+        kept = dict(values)
+        self.clear()
+        self.update(kept)
 
 
 def powerSGD_hook(  # noqa: N802  # torch's name

@@ -44,9 +44,9 @@ class ModelAverager(ABC):
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], process_group: dist.ProcessGroup
     ) -> None:
         found = utils.get_params_to_average(params)
-        if not self._compared and not dist._rank_not_in_group(process_group):
+        if not self._compared:  # with all ranks, also where only some of them average now
             facts = [f"parameter {place}: {p.dtype} {tuple(p.shape)}" for place, p in enumerate(found)]
-            agree(facts, None, TorchGroup(process_group), control_device(process_group))
+            agree(facts, None, TorchGroup(self.process_group), control_device(self.process_group))
             self._compared = True
         utils.average_parameters(iter(found), process_group)
 
