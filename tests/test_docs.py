@@ -40,6 +40,15 @@ def test_the_script_in_docs_attach(tmp_path: Path) -> None:
     assert "['module" not in done.stdout, "names are the module's own"
 
 
+def test_the_script_in_docs_torch(tmp_path: Path) -> None:
+    (script,) = scripts("docs/torch.md")
+    (tmp_path / "resume.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "resume.py")]
+    done = finished(command)
+    assert done.returncode == 0, done.stderr
+    assert "steps: 40 numbers sent, times fewer: 12.1" in done.stdout
+
+
 def test_the_demo_counts_what_it_predicted() -> None:
     done = finished([sys.executable, "examples/demo.py"])
     assert done.returncode == 0, done.stderr
