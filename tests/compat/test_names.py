@@ -1,9 +1,14 @@
 """Every name that torch has is here, with the same signature."""
 
+import importlib
 import inspect
+import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
+import laconic.compat
 from tests.compat.libraries import module
 
 PATHS = [
@@ -66,3 +71,16 @@ def test_the_optimizer() -> None:
     assert signature(ours) == signature(theirs)
     public = [key for key, value in vars(theirs).items() if not key.startswith("_")]
     assert all(hasattr(ours, key) for key in public)
+
+
+MODULES = [found.name for found in pkgutil.walk_packages(laconic.compat.__path__, "laconic.compat.")]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if "._" not in name])
+def test_what_differs_is_shown_by_a_test_that_exists(name: str) -> None:
+    text = importlib.import_module(name).__doc__ or ""
+    page = ""
+    for file, test in re.findall(r"(tests/compat/\w+\.py)?::(test_\w+)", text):
+        page = file or page
+        assert f"def {test}(" in (Path(__file__).parents[2] / page).read_text(), f"{page}::{test}"
+    assert "What differs from torch" not in text or page

@@ -7,7 +7,8 @@ What differs from torch:
 - An averager can be copied, as an optimizer that holds it is (tests/compat/test_optimizer.py::test_deepcopy).
 
 As in torch, the phases differ: `PeriodicModelAverager` counts its period from the end of the warm-up and so averages in the
-very step that ends it; `HierarchicalModelAverager` counts from step 0 (::test_when_each_averager_averages).
+very step that ends it; `HierarchicalModelAverager` counts from step 0
+(tests/compat/test_averagers.py::test_when_each_averager_averages).
 """
 
 import copy
