@@ -1,6 +1,9 @@
 """Training that survives the loss of a worker: under torchrun it resumes from the newest checkpoint by itself.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 4 --max-restarts 20 examples/resume.py checkpoints
+
+(Without that variable torch 2.13's agent keeps one store for all restarts, where gloo finds the addresses of the dead.)
 
 Kill one of the workers (kill -9) while it runs: torchrun starts all of them again, and the run ends with the very weights of
 one that was never disturbed.

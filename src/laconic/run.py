@@ -402,6 +402,8 @@ class Run:
             self._hook.settle()
         return {
             "version": VERSION,
+            "rank": self._group.rank,
+            "kept": [f"{name}: {key}" for name, slot in self._memory.items() for key in slot],
             "strategy": str(self.strategy),
             "step": self._clock.step,
             "rounds": self._hook.rounds if self._hook else 0,
@@ -423,7 +425,7 @@ class Run:
             self.load_state_dict(state)
             self.swap(chosen)
             return
-        saved = checked(state, str(self.strategy), self._parameters, self._memory)
+        saved = checked(state, str(self.strategy), self._group.rank, self._parameters, self._memory)
         devices = {name: parameter.device for name, parameter in self._module.named_parameters()}
         for name, slot in self._memory.items():
             slot.clear()

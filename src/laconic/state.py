@@ -18,13 +18,16 @@ class State(NamedTuple):
     local: dict[str, Any]  # what averaging between steps keeps
 
 
-def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Tensor], known: Container[str]) -> State:
+def checked(
+    state: Mapping[str, Any], strategy: str, rank: int, parameters: Mapping[str, Tensor], known: Container[str]
+) -> State:
     """The state that a `state_dict` holds, or an error that says why it can't be used here."""
     version = state.get("version")
     if version != VERSION:
         raise ValueError(f"can read state of version {VERSION}, got {version!r}; is it a laconic run's state_dict?")
     try:
         text, step, rounds = str(state["strategy"]), int(state["step"]), int(state["rounds"])
+        _ = list(state["kept"])
         order = None if state["order"] is None else [str(name) for name in state["order"]]
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
         local = {key: state["local"][key] for key in ("syncs", "last", "rate", "drifted", "deltas")}
@@ -32,6 +35,17 @@ def checked(state: Mapping[str, Any], strategy: str, parameters: Mapping[str, Te
             _check_deltas(local["deltas"], parameters)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
+    if state.get("rank") != rank:
+        raise ValueError(
+            f"this is the state of rank {state.get('rank')}, and here is rank {rank}: each rank has its own; "
+            "in a torch.distributed.checkpoint, which keeps one for all, save laconic.checkpoint.RankState(run)"
+        )
+    kept = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
+    if sorted(kept) != sorted(state["kept"]):
+        raise ValueError(
+            f"of what this rank kept for {len(state['kept'])} parameters, {len(kept)} are here; a torch.distributed.checkpoint "
+            "loads only what it finds a place for: save laconic.checkpoint.RankState(run)"
+        )
     if text != strategy:
         raise ValueError(f"the state is of the strategy {text}, attached is {strategy}")
     for name, slot in memory.items():

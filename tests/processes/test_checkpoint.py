@@ -158,7 +158,9 @@ def full_disk(rank: int, folder: str) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     try:
-        with pytest.raises(RuntimeError, match=r"step-00000003 was not written; those before are untouched: .*File too large"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)step-00000003 was not written; those before are untouched: .*File too large"
+        ):
             laconic.checkpoint.save(folder, run=run)
     finally:
         if rank == 1:
@@ -177,7 +179,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def no_such_place(rank: int, folder: str) -> None:
     _, _, run = started(STRATEGY)
-    with pytest.raises(RuntimeError, match=r"was not written.*FileExistsError"):
+    with pytest.raises(RuntimeError, match=r"(?s)was not written.*FileExistsError"):
         laconic.checkpoint.save(folder, run=run)
     run.detach()
 

@@ -6,5 +6,6 @@ laconic.checkpoint.load("checkpoints", run=run)              # the newest whole 
 
 from laconic.checkpoint.loading import Loaded, latest, load
 from laconic.checkpoint.saving import Saving, save
+from laconic.checkpoint.stateful import RankState
 
-__all__ = ["Loaded", "Saving", "latest", "load", "save"]
+__all__ = ["Loaded", "RankState", "Saving", "latest", "load", "save"]

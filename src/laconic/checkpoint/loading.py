@@ -105,7 +105,9 @@ def _tree(folder: Path, saved_world: int, rank: int, world: int) -> dict[str, An
     if saved_world == world:
         return of(rank)
     trees = [of(old) for old in range(saved_world)]
-    return {**merge(trees), "extra": trees[rank % saved_world]["extra"], "random": None}
+    merged = merge(trees)
+    merged["run"]["rank"] = rank
+    return {**merged, "extra": trees[rank % saved_world]["extra"], "random": None}
 
 
 def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:

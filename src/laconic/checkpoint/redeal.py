@@ -20,6 +20,8 @@ def merge(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One tree for every new rank, out of those of all old ranks; without `extra` and `random`."""
     wanted = [{key: value for key, value in tree.items() if key not in ("extra", "random")} for tree in trees]
     merged: dict[str, Any] = _combined(wanted, (), len(trees))
+    memory = merged["run"]["memory"]
+    merged["run"]["kept"] = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
     if merged["run"]["local"]["deltas"] is None:
         merged["run"]["local"]["drifted"] = False  # the mean of all replicas is the same everywhere
     return merged

@@ -1,0 +1,28 @@
+"""A run's communication state inside a `torch.distributed.checkpoint` of the user's own."""
+
+import io
+from typing import Any
+
+import torch
+
+from laconic.run import Run
+
+
+class RankState:
+    """`dcp.save({"model": ..., "laconic": RankState(run)})`, and the same with `dcp.load`, on as many ranks.
+
+    DCP gives every rank the same value for a key, and loads only what the state has places for before. So this rank's state
+    is one entry, under its own name. For another number of ranks use `laconic.checkpoint.load`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        data = io.BytesIO()
+        torch.save(self._run.state_dict(), data)
+        return {f"rank{self._run.group.rank}/state": data.getvalue()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        data = state_dict[f"rank{self._run.group.rank}/state"]
+        self._run.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))

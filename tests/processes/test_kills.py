@@ -1,0 +1,105 @@
+"""Workers killed at random moments, under torchrun with restarts: the run ends with the weights of an undisturbed one."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# torch 2.13's agent keeps one store for all restarts, where gloo finds the addresses of the dead: it must have one for each.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+STRATEGIES = [
+    "diloco(8, reducer=Quantized(8))",
+    "streaming_diloco(8, fragments=2, delay=3)",
+    "powersgd(rank=2, warmup=10)",
+    "local_sgd(6)",
+]
+
+
+def command(folder: Path, strategy: str, steps: int, *more: str) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=30"]
+    script = [str(ROOT / "examples/resume.py"), str(folder), "--strategy", strategy, "--steps", str(steps), *more]
+    return [*launch, "--monitor-interval=0.1", *script]
+
+
+def weights(output: str) -> str:
+    found = re.findall(r"weights (\w+)", output)
+    assert len(found) == 1, output
+    return str(found[0])
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that torchrun has started and that run the script."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat, line = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if int(stat.rsplit(")", 1)[1].split()[1]) == parent and b"resume.py" in line:
+            found.append(int(folder.name))
+    return found
+
+
+def disturbed(folder: Path, strategy: str, steps: int, kills: int, seed: int, *more: str) -> str:
+    """Kill a worker once a new checkpoint has appeared, some random moments later; so many times."""
+    chance = random.Random(seed)
+    process = subprocess.Popen(
+        command(folder, strategy, steps, *more), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        for _ in range(kills):
+            known = set(folder.glob("step-*"))
+            deadline = time.monotonic() + 60
+            while process.poll() is None and set(folder.glob("step-*")) <= known and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 0.3))
+            alive = workers(process.pid)
+            if process.poll() is not None or not alive:
+                break
+            os.kill(chance.choice(alive), signal.SIGKILL)
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+def check(tmp_path: Path, strategy: str, kills: int, seed: int, *more: str) -> None:
+    steps = 150
+    calm = subprocess.run(
+        command(tmp_path / "calm", strategy, steps, *more), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    output = disturbed(tmp_path / "disturbed", strategy, steps, kills, seed, *more)
+    assert weights(output) == weights(calm.stdout)
+    left = sorted(entry.name for entry in (tmp_path / "disturbed").iterdir())
+    assert left == sorted(entry.name for entry in (tmp_path / "calm").iterdir()), "no temporary ones, and the last one is there"
+    assert not [line for line in _processes() if str(tmp_path) in line], "no process is left"
+
+
+def _processes() -> list[str]:
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return lines
+
+
+def test_two_kills(tmp_path: Path) -> None:
+    check(tmp_path, STRATEGIES[0], 2, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", [(), ("--asynchronous",)], ids=["", "asynchronous"])
+def test_many_kills(strategy: str, how: tuple[str, ...], tmp_path: Path) -> None:
+    check(tmp_path, strategy, 3, 7, *how, "--every", "3")
