@@ -112,7 +112,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any] 
             assert isinstance(ready, Connection)
             try:
                 answers[ready] = pickle.loads(ready.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionError):
                 answers[ready] = (False, "the process died")
         if any(not good for good, _ in answers.values()):
             deadline = min(deadline, time.monotonic() + 15)  # the others may have something to say

@@ -30,7 +30,7 @@ def one_backward(rank: int, world: int, library: str, hook: str, tolerance: floa
         assert everywhere_equal(found)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("given", [False, True], ids=["no group", "a group"])
 @pytest.mark.parametrize(("hook", "tolerance"), [("allreduce_hook", 1e-6), ("fp16_compress_hook", 2e-3)])
 @both

@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.compat.libraries import averaged, both, but_torch, close, linear, listening, mean, module, noise
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
-from tests.ranks import ranks, ranks_within
+from tests.ranks import last_ranks, ranks, ranks_within
 
 PATH = "ddp_comm_hooks.powerSGD_hook"
+# Threads of torch's hook may kill their process after the test: nobody uses it again.
+RANKS: dict[str, Any] = {"torch": last_ranks, "laconic": ranks}
 SHAPES = ((24, 18), (24, 18), (13,), (6, 5, 3))  # two alike, a vector, and a small one of three dimensions
 
 
@@ -86,14 +88,14 @@ def as_torch(rank: int, settings: dict[str, Any]) -> None:
             assert close([total], [pieces[place]], 1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "settings",
     [{}, {"matrix_approximation_rank": 1}, {"use_error_feedback": False}, {"batch_tensors_with_same_shape": True}],
     ids=str,
 )
 def test_as_torch_from_the_same_start(world: int, settings: dict[str, Any]) -> None:
-    ranks(world, as_torch, settings)
+    last_ranks(world, as_torch, settings)  # torch's threads may kill the process afterwards
 
 
 def at_full_rank(rank: int, library: str) -> None:
@@ -105,7 +107,7 @@ def at_full_rank(rank: int, library: str) -> None:
 
 @both
 def test_full_rank_is_the_mean(library: str) -> None:
-    ranks(3, at_full_rank, library)
+    RANKS[library](3, at_full_rank, library)
 
 
 def alike(rank: int, library: str) -> list[list[Tensor]]:
@@ -116,8 +118,8 @@ def alike(rank: int, library: str) -> list[list[Tensor]]:
 
 @both
 def test_ranks_with_equal_gradients_are_as_one(library: str) -> None:
-    (alone,) = ranks(1, alike, library)
-    for together in ranks(2, alike, library):
+    (alone,) = RANKS[library](1, alike, library)
+    for together in RANKS[library](2, alike, library):
         assert all(close(a, b, 1e-5) for a, b in zip(together, alone, strict=True))
 
 
@@ -136,7 +138,7 @@ def conserved(rank: int, library: str) -> None:
 
 @both
 def test_error_feedback_conserves(library: str) -> None:
-    ranks(2, conserved, library)
+    RANKS[library](2, conserved, library)
 
 
 # What torch gets wrong
@@ -158,7 +160,7 @@ def many_buckets(rank: int, library: str, world: int, batched: bool) -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @but_torch("later rounds leave from callbacks; with several buckets ranks launch them in different orders", hangs=True)
 def test_many_buckets_keep_replicas_equal(library: str, world: int) -> None:
     ranks(world, many_buckets, library, world, False)
@@ -247,7 +249,12 @@ def exact_rest(rank: int, library: str, steps: int) -> None:
 
 @but_torch("feeds back an error that uncompressed numbers don't have, and it grows")
 def test_what_is_not_compressed_stays_exact(library: str) -> None:
-    ranks_within(280, 2, exact_rest, library, 2000)
+    ranks(2, exact_rest, library, 400)
+
+
+@pytest.mark.soak
+def test_what_is_not_compressed_stays_exact_for_long() -> None:
+    ranks_within(280, 2, exact_rest, "laconic", 2000)
 
 
 # Settings, clocks and logs
@@ -275,7 +282,7 @@ def logged(rank: int, library: str) -> list[str]:
 
 @both
 def test_the_log(library: str) -> None:
-    (lines,) = ranks(1, logged, library)
+    (lines,) = RANKS[library](1, logged, library)
     assert sum("matrix_approximation_rank = 2" in line for line in lines) == 1
     assert sum("after 2 iterations" in line for line in lines) == 1
     assert [line for line in lines if "PowerSGD at iteration" in line or "Compression stats" in line][2:], "every third step"

@@ -34,8 +34,17 @@ def until_killed(rank: int, text: str, folder: str, victim: int) -> None:
         Path(folder, str(rank)).write_text(f"{type(error).__name__}|{finite}|{same}|{error}")
 
 
-@pytest.mark.parametrize("victim", [2, 0])
-@pytest.mark.parametrize("text", ["bf16()", "ddp(reducer=ErrorFeedback(PowerSGD(1)))", "diloco(3)", "local_sgd(3)"])
+CASES = [("bf16()", 2), ("diloco(3)", 0), ("local_sgd(3)", 2)]
+MORE = [
+    (text, victim)
+    for text in ("bf16()", "ddp(reducer=ErrorFeedback(PowerSGD(1)))", "diloco(3)", "local_sgd(3)")
+    for victim in (0, 2)
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "victim"), [*CASES, *(pytest.param(*case, marks=pytest.mark.soak) for case in MORE if case not in CASES)]
+)
 def test_survivors_are_told(text: str, victim: int, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the process died"):
         last_ranks(3, until_killed, text, str(tmp_path), victim)

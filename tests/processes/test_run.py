@@ -175,7 +175,9 @@ def resume(rank: int) -> None:
         ({**saved["run"], "strategy": "ddp()"}, "the state is of the strategy ddp\\(\\), attached is bf16\\(warmup=3\\)"),
         ({**saved["run"], "memory": {"nobody": {}}}, "'nobody'"),
         ({key: value for key, value in saved["run"].items() if key != "rounds"}, "damaged: KeyError: 'rounds'"),
-        ({**saved["run"], "memory": {"0.weight": {"error": 3}}}, "must be tensors"),
+        ({**saved["run"], "memory": {"0.weight": {"error": 3}}, "kept": ["0.weight: error"]}, "must be tensors"),
+        ({**saved["run"], "memory": {"0.weight": {"error": torch.zeros(1)}}}, "save laconic.checkpoint.RankState"),
+        ({**saved["run"], "rank": 7}, "this is the state of rank 7, and here is rank"),
     ]:
         with pytest.raises(ValueError, match=wanted):
             new.load_state_dict(bad)

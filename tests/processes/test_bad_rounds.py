@@ -1,0 +1,149 @@
+"""Rounds that are skipped by all ranks alike, and replicas that are not what they should be."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
+from tests.ranks import ranks
+
+
+def started(text: str, **options: Any) -> tuple[Any, Any, Any]:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return model, optimizer, laconic.attach(model, optimizer, text, **options)
+
+
+def step_once(model: Any, optimizer: Any, rank: int, step: int) -> None:
+    model(vectors(rank, step)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def out_of_line(rank: int, text: str, ends: int, delay: int, value: float) -> None:
+    """After ten rounds of two steps, rank 1's replica jumps."""
+    model, optimizer, run = started(text)
+    for step in range(40):
+        if step == 25 and rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(value)
+        if step + 1 == ends + delay:
+            anchors = {name: anchor.clone() for name, anchor in run.state_dict()["local"]["deltas"]["anchors"].items()}
+            with pytest.warns(UserWarning, match=rf"the round of step {ends} is skipped: (replicas came|the parameters)"):
+                step_once(model, optimizer, rank, step)
+            assert run.stats().skipped == 1
+            now = run.state_dict()["local"]["deltas"]["anchors"]
+            assert same_bits(list(anchors.values()), list(now.values())), "the anchor has not moved"
+            assert same_bits([p.detach() for p in model.parameters()], list(now.values())), "and all are back there"
+            assert everywhere_equal(weights(model))
+        else:
+            step_once(model, optimizer, rank, step)
+    assert run.stats().skipped == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(model))
+    run.sync()
+    run.detach()
+
+
+@pytest.mark.parametrize("value", [100.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("text", "ends", "delay"),
+    [
+        ("diloco(2, outlier=6.0)", 26, 0),
+        ("diloco(2, reducer=ErrorFeedback(Quantized(4)), outlier=6.0)", 26, 0),
+        ("streaming_diloco(2, fragments=1, delay=1, outlier=6.0)", 27, 1),
+    ],
+)
+def test_a_round_out_of_line_is_skipped(text: str, ends: int, delay: int, value: float) -> None:
+    ranks(2, out_of_line, text, ends, delay, value)
+
+
+def off_by_default(rank: int) -> None:
+    model, optimizer, run = started("diloco(2)")
+    for step in range(30):
+        if step == 25 and rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).add_(100.0)
+        step_once(model, optimizer, rank, step)
+    assert run.stats().skipped == 0
+    run.detach()
+
+
+def test_by_default_only_what_is_not_finite_is_skipped() -> None:
+    ranks(2, off_by_default)
+
+
+def test_settings_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="outlier must be above 0"):
+        laconic.diloco(2, outlier=-1.0)
+
+
+# Replicas
+
+
+def spoilt(rank: int, text: str, where: str) -> None:
+    model, optimizer, run = started(text)
+    for step in range(4):
+        step_once(model, optimizer, rank, step)
+    laconic.check_replicas(run)
+    name, parameter = list(model.module.named_parameters())[3]
+    if where == "parameter":
+        target: Tensor = parameter.detach()
+    elif where == "anchor":
+        target = run.state_dict()["local"]["deltas"]["anchors"][name]
+    else:
+        target = next(iter(run.state_dict()["local"]["deltas"]["outer"][name].values()))
+    if rank == 1:
+        target.view(-1)[2] += 1e-6 * target.view(-1)[2].abs() + 1e-7
+    with pytest.raises(laconic.ReplicaError, match=rf"after 4 steps, .*{name} is not the same on rank 1 as on rank 0"):
+        laconic.check_replicas(run)
+    run.detach()
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("ddp()", "parameter"), ("diloco(2)", "parameter"), ("diloco(3)", "anchor"), ("diloco(3)", "outer")],
+)
+def test_replicas_that_differ_are_named(text: str, where: str) -> None:
+    ranks(3, spoilt, text, where)
+
+
+def drifting(rank: int) -> None:
+    """Between two syncs parameters may differ; anchors may not."""
+    model, optimizer, run = started("diloco(4)")
+    for step in range(6):
+        step_once(model, optimizer, rank, step)
+        laconic.check_replicas(run)
+    run.sync()
+    run.detach()
+
+
+def test_replicas_that_may_differ_are_let_be() -> None:
+    ranks(2, drifting)
+
+
+def watched(rank: int, text: str, every: int) -> None:
+    model, optimizer, run = started(text, check_every=every)
+    with pytest.raises(laconic.ReplicaError, match=r"after 4 steps"):
+        for step in range(20):
+            if step == 2 and rank == 1:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1e-3)
+            step_once(model, optimizer, rank, step)
+    run.detach()
+
+
+def test_a_run_can_look_by_itself() -> None:
+    ranks(2, watched, "bf16()", 4)
+
+
+def wrong(rank: int) -> None:
+    model = build(chain)
+    with pytest.raises(ValueError, match="check_every must be a number of syncs, or 0 for never, got -1"):
+        laconic.attach(model, torch.optim.SGD(model.parameters(), lr=1), "ddp()", check_every=-1)
+
+
+def test_a_wrong_number_is_refused() -> None:
+    ranks(1, wrong)
