@@ -254,7 +254,9 @@ def on_nodes(rank: int, how: str) -> None:
         os.environ.update(before)
 
 
-@pytest.mark.parametrize("how", ["torchrun", "local world size", "auto", "mesh"])
+@pytest.mark.parametrize(
+    "how", ["torchrun", *(pytest.param(how, marks=pytest.mark.soak) for how in ("local world size", "auto", "mesh"))]
+)
 def test_gradients_within_nodes(how: str) -> None:
     last_ranks(4, on_nodes, how)
 

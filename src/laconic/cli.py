@@ -1,0 +1,180 @@
+"""The command line. `laconic --help` imports neither torch nor the lab."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+try:
+    import typer
+except ImportError as error:
+    raise SystemExit("the command line needs typer and rich: pip install 'laconic[lab]'") from error
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    help="PyTorch data-parallel training that talks less: which strategy, for your model, over your link?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+HANDFUL = [
+    "ddp()",
+    "bf16()",
+    "int8()",
+    "powersgd(rank=4, warmup=10)",
+    "post_local_sgd(warmup=20, period=8)",
+    "diloco(16, warmup=20)",
+    "streaming_diloco(16, fragments=4, delay=2, blend=0.0, warmup=20)",
+]
+
+
+@app.command()
+def compare(
+    task: Annotated[
+        str, typer.Argument(help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)")
+    ] = "bytes-gpt:1m",
+    strategy: Annotated[list[str] | None, typer.Option("-s", "--strategy", help="a strategy; give it several times")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="processes, each behind a link of its own")] = 4,
+    link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
+    steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 120,
+    seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,
+    out: Annotated[Path, typer.Option(help="where results.json goes")] = Path("laconic-compare"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on after an interruption: what is in --out is not run again")
+    ] = False,
+) -> None:
+    """Run strategies side by side over a limited link, and show who wins.
+
+    ddp() and silent(), the limit, are always run.
+    """
+    from rich.console import Console
+
+    console = _console()
+    try:
+        _compare(console, task, strategy or HANDFUL, workers, link, steps, seeds, out, resume)
+    except KeyboardInterrupt:
+        console.print(
+            f"\nstopped; what is finished is in {out}, and --resume goes on from there", highlight=False, markup=False
+        )
+        raise typer.Exit(130) from None
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _compare(
+    console: "Console",
+    task: str,
+    chosen: list[str],
+    workers: int,
+    link: str,
+    steps: int,
+    seeds: int,
+    out: Path,
+    resume: bool,
+) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    import laconic
+    from laconic.lab import tasks
+    from laconic.lab.compare import Comparison, begin, run_one
+    from laconic.lab.link import parse
+    from laconic.report import records, terminal
+
+    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *chosen, "silent()"]]
+    cable = parse(link)
+    name = tasks.load(task).name  # it is there, and has what it needs
+    if task.endswith(".py"):
+        name = str(Path(task).resolve())
+    comparison = Comparison(name, list(dict.fromkeys(strategies)), workers, cable, steps, range(seeds))
+    results = begin(comparison)
+    if resume and (out / records.FILE).exists():
+        before = records.read(out)
+        same = (before.task, before.workers, before.link) == (results.task, results.workers, results.link)
+        if not same or any(run.steps != steps for run in before.runs):
+            raise ValueError(f"{out} is of {before.task}, {before.workers} workers, {before.link}: not the same comparison")
+        results.runs = before.runs
+    if results.link_note:
+        console.print(f"{results.link_note}; running without a limit", style="bold", highlight=False, markup=False)
+    done = {(run.strategy, run.seed) for run in results.runs}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        for text, seed in comparison.jobs():
+            if (text, seed) in done:
+                continue
+            bar = bars.add_task(text.replace("[", "\\["), total=steps, note="")
+            record = run_one(
+                comparison,
+                results,
+                text,
+                seed,
+                lambda look, bar=bar: bars.update(bar, completed=look["step"], note=f"loss {look['loss']:.3f}"),  # type: ignore[misc]
+            )
+            results.runs.append(record)
+            results.write(out)
+            if not console.is_terminal:
+                console.print(
+                    f"{text}, seed {seed}: loss {record.val_loss:.4f}, {record.step_ms:.1f} ms a step",
+                    highlight=False,
+                    markup=False,
+                )
+    terminal.show(results, console)
+    console.print(f"\nwritten to {out / records.FILE}", highlight=False, markup=False)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=150)  # a file has no width
+
+
+@app.command()
+def show(folder: Annotated[Path, typer.Argument(help="the --out of a comparison")] = Path("laconic-compare")) -> None:
+    """Print a comparison's table and verdict again."""
+    from rich.console import Console
+
+    from laconic.report import records, terminal
+
+    try:
+        terminal.show(records.read(folder), _console())
+    except ValueError as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+@app.command("list")
+def list_() -> None:
+    """Strategies and reducers, with what they do, their bytes and their papers."""
+    from rich.console import Console
+
+    from laconic.lab.catalogue import entries
+
+    console = Console()
+    for heading, found in entries().items():
+        console.print(f"\n{heading}", style="bold")
+        for entry in found:
+            console.print(f"  {entry.call}", style="cyan", highlight=False, markup=False)
+            for line in entry.lines:
+                console.print(f"      {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command("new-task")
+def new_task(path: Annotated[Path, typer.Argument(help="the file to write")] = Path("my_task.py")) -> None:
+    """Write a task of your own to begin with: a file for `laconic compare`."""
+    from laconic.lab.template import TEMPLATE
+
+    if path.exists():
+        typer.echo(f"error: {path} is there already", err=True)
+        raise typer.Exit(1)
+    path.write_text(TEMPLATE.replace("{name}", path.name))
+    typer.echo(f"wrote {path}; now: laconic compare {path}")
+
+
+def main() -> None:
+    """The program."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

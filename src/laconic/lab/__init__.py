@@ -1,0 +1,1 @@
+"""The lab: strategies side by side, in real processes over a real, limited link."""

@@ -1,0 +1,97 @@
+"""One worker of a comparison: trains a task by a strategy, and tells how it goes."""
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.lab import tasks
+from laconic.lab.link import sent_bytes
+
+WORD = "laconic-lab"  # begins the lines that are meant for the lab
+
+
+def tell(kind: str, **facts: object) -> None:
+    """A line for the lab, in one write: up to 4096 bytes, the lines of several workers don't mix in a pipe."""
+    os.write(sys.stdout.fileno(), f"\n{WORD} {json.dumps({'kind': kind, **facts})}\n".encode())
+
+
+def train(job: Mapping[str, Any]) -> None:
+    """All steps, with a look at the held-out loss of the averaged model now and then, which is not timed."""
+    rank, world, steps = dist.get_rank(), dist.get_world_size(), int(job["steps"])
+    task = tasks.load(job["task"])
+    torch.manual_seed(job["seed"])
+    bare = task.model()
+    predicted = laconic.predict(job["strategy"], bare, world_size=world, step=0, steps=steps, sizes={"node": 1})
+    model: Any = DistributedDataParallel(bare)
+    optimizer = task.optimizer(model)
+    batches = task.batches(rank, world, job["seed"])
+    torch.manual_seed(1000 * job["seed"] + rank)
+    looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
+    with laconic.attach(model, optimizer, job["strategy"]) as run:
+        seconds, timed, untimed_bytes, start = 0.0, 0, 0, 0.0
+        for step in range(1, steps + 1):
+            if step == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
+                dist.barrier()
+                untimed_bytes, kernel = run.stats().wire_bytes, sent_bytes()
+                start, seconds, timed = time.perf_counter(), 0.0, 0
+            loss: Any = task.loss(model, next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            timed += 1
+            if step in looks and step > job["warmup"]:
+                dist.barrier()
+                seconds += time.perf_counter() - start
+                now = sent_bytes()
+                with run.consensus(), torch.no_grad():
+                    model.eval()
+                    value = task.evaluate(model.module) if rank == 0 else 0.0
+                    model.train()
+                if rank == 0:
+                    sent = run.stats().wire_bytes
+                    cable = None if now is None or kernel is None else now - kernel
+                    tell(
+                        "look",
+                        step=step,
+                        seconds=seconds,
+                        bytes=sent,
+                        loss=value,
+                        kernel=cable,
+                        timed=timed,
+                        untimed=untimed_bytes,
+                    )
+                if now is not None and kernel is not None:
+                    kernel += (sent_bytes() or 0) - now  # what looking cost is no part of training
+                dist.barrier()
+                start = time.perf_counter()
+        stats = run.stats()
+    if rank == 0:
+        tell("end", wait_seconds=stats.wait_seconds, predicted=predicted.wire_bytes, collectives=stats.collectives)
+
+
+def main() -> None:
+    """The job is in the environment; what goes wrong is told once, by the first rank that it happens to."""
+    job = json.loads(os.environ["LACONIC_JOB"])
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo")
+        train(job)
+        dist.destroy_process_group()
+    except BaseException as error:
+        tell(
+            "error", rank=os.environ.get("RANK"), text=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:]
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

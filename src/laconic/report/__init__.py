@@ -1,0 +1,1 @@
+"""Records of comparisons as tables and words. Nothing here imports torch."""

@@ -1,0 +1,109 @@
+"""A comparison in numbers and in words."""
+
+import statistics
+from dataclasses import dataclass
+
+from laconic.report.records import Record, Results
+
+BASE, LIMIT = "ddp()", "silent()"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy over all its seeds."""
+
+    strategy: str
+    seeds: int
+    loss: float
+    loss_ratio: float | None  # against ddp
+    bytes_per_step: float
+    predicted: float | None
+    kernel: float | None
+    step_ms: float
+    spread: float | None  # of the step time over seeds, as a share
+    speed: float | None  # against ddp
+    share: float | None  # of the rate without communication
+    to_base_loss: float | None  # seconds until ddp's final loss; None: never
+    wait_ms: float | None
+
+
+def rows(results: Results) -> list[Row]:
+    """The table: ddp first, the limit last, the others as they were given."""
+    by_strategy: dict[str, list[Record]] = {}
+    for run in results.runs:
+        by_strategy.setdefault(run.strategy, []).append(run)
+    base, limit = by_strategy.get(BASE), by_strategy.get(LIMIT)
+    base_loss = _mean([run.val_loss for run in base]) if base else None
+    base_ms = _mean([run.step_ms for run in base]) if base else None
+    limit_ms = _mean([run.step_ms for run in limit]) if limit else None
+    found = []
+    for strategy, runs in sorted(by_strategy.items(), key=lambda item: (item[0] != BASE, item[0] == LIMIT)):
+        step_ms, loss = _mean([run.step_ms for run in runs]), _mean([run.val_loss for run in runs])
+        times = [None if base_loss is None else _seconds_to(run, base_loss) for run in runs]
+        found.append(
+            Row(
+                strategy,
+                len(runs),
+                loss,
+                loss / base_loss if base_loss else None,
+                _mean([run.wire_bytes_per_step["counted"] or 0.0 for run in runs]),
+                _known([run.wire_bytes_per_step["predicted"] for run in runs]),
+                _known([run.wire_bytes_per_step["kernel"] for run in runs]),
+                step_ms,
+                statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
+                base_ms / step_ms if base_ms else None,
+                limit_ms / step_ms if limit_ms else None,
+                _known(times),
+                _known([run.wait_ms for run in runs]),
+            )
+        )
+    return found
+
+
+def verdict(results: Results) -> str:
+    """One paragraph: which to take, and what it rests on."""
+    table = rows(results)
+    base = next((row for row in table if row.strategy == BASE), None)
+    others = [row for row in table if row.strategy not in (BASE, LIMIT)]
+    if base is None or not others:
+        return "Without ddp() and another strategy there is nothing to compare."
+    good = [row for row in others if row.loss <= 1.02 * base.loss]
+    ground = (
+        f"{results.task}, {results.workers} workers, link {results.link}"
+        f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
+        f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
+    )
+    if not good:
+        near = min(others, key=lambda row: row.loss)
+        return (
+            f"No strategy came within 2 % of ddp()'s loss of {base.loss:.4f}; the nearest is {near.strategy} with "
+            f"{near.loss:.4f}. Measured on {ground}."
+        )
+    best = min(good, key=lambda row: row.step_ms)
+    share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
+    return (
+        f"Take {best.strategy}: a loss {best.loss / base.loss - 1:+.1%} against ddp()'s, at "
+        f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
+        f"speed{share}. Measured on {ground}."
+    )
+
+
+def _seconds_to(run: Record, loss: float) -> float | None:
+    """When the curve first falls to a loss, between two looks by a straight line."""
+    before: list[float] | None = None
+    for point in run.curve:
+        if point[3] <= loss:
+            if before is None or before[3] == point[3]:
+                return point[1]
+            return before[1] + (point[1] - before[1]) * (before[3] - loss) / (before[3] - point[3])
+        before = point
+    return None
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _known(values: list[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return _mean(found) if found and len(found) == len(values) else None

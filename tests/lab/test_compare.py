@@ -1,0 +1,174 @@
+"""`laconic compare` and its companions, as a user calls them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laconic.report import records
+from laconic.report.summary import rows, verdict
+from tests.lab.test_link import needs_link
+
+
+def laconic(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "laconic.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+
+
+TINY = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--steps", "20", "--out", "out"]
+
+
+@needs_link
+def test_a_comparison_and_its_record(tmp_path: Path) -> None:
+    done = laconic(*TINY, "--link", "50mbit", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "digits, 2 workers, link 50mbit" in done.stdout
+    assert "Measured on digits" in " ".join(done.stdout.split())
+    data = json.loads((tmp_path / "out/results.json").read_text())
+    assert data["version"] == 1
+    assert [run["strategy"] for run in data["runs"]] == ["ddp()", "bf16()", "silent()"]
+    by = {run["strategy"]: run for run in data["runs"]}
+    for run in data["runs"]:
+        bytes_ = run["wire_bytes_per_step"]
+        assert bytes_["counted"] == pytest.approx(bytes_["predicted"], rel=0.01), run["strategy"]
+        assert len(run["curve"]) >= 5
+        assert run["curve"][-1][0] == 20
+    assert by["bf16()"]["wire_bytes_per_step"]["counted"] == pytest.approx(
+        by["ddp()"]["wire_bytes_per_step"]["counted"] / 2, rel=0.01
+    )
+    assert by["ddp()"]["wire_bytes_per_step"]["kernel"] == pytest.approx(
+        by["ddp()"]["wire_bytes_per_step"]["counted"], rel=0.15
+    )
+    assert by["silent()"]["step_ms"] < by["ddp()"]["step_ms"]
+
+    again = laconic(*TINY, "--link", "50mbit", "--resume", folder=tmp_path)
+    assert again.returncode == 0
+    assert json.loads((tmp_path / "out/results.json").read_text()) == data, "nothing is run twice"
+    shown = laconic("show", "out", folder=tmp_path)
+    assert "bf16()" in shown.stdout
+    other = laconic(*TINY, "--link", "10mbit", "--resume", folder=tmp_path)
+    assert other.returncode == 1
+    assert "not the same comparison" in other.stderr
+
+
+@needs_link
+@pytest.mark.soak
+def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
+    losses = []
+    for name in ("one", "two"):
+        done = laconic(*[*TINY[:-1], name], "--link", "50mbit", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses.append([run["val_loss"] for run in json.loads((tmp_path / name / "results.json").read_text())["runs"]])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--link", "100"], "a link is a rate with its unit"),
+        (["-s", "dilco()"], "diloco"),
+        (["-s", "diloco(period=0)"], "period"),
+        (["digit"], "did you mean digits"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    done = laconic("compare", *arguments, folder=tmp_path)
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_a_users_file_is_shown_once(tmp_path: Path) -> None:
+    made = laconic("new-task", "mine.py", folder=tmp_path)
+    assert made.returncode == 0
+    assert laconic("new-task", "mine.py", folder=tmp_path).returncode == 1, "it is not overwritten"
+    text = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(
+        text.replace("    return nn.functional.cross_entropy(model(batch), batch.argmax(1))", "    return nowhere")
+    )
+    done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "3", "--link", "none", "--steps", "10", folder=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("NameError: name 'nowhere' is not defined") == 1
+    assert "mine.py" in done.stderr
+
+
+def test_a_worker_that_dies(tmp_path: Path) -> None:
+    laconic("new-task", "mine.py", folder=tmp_path)
+    text = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(
+        text.replace("    draw =", "    import os; rank == 1 and os.kill(os.getpid(), 9)\n    draw =")
+    )
+    done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "2", "--link", "none", "--steps", "10", folder=tmp_path)
+    assert done.returncode == 1
+    assert "worker" in done.stderr
+    assert not (tmp_path / "laconic-compare").exists()
+
+
+def test_help_is_quick_and_list_is_whole(tmp_path: Path) -> None:
+    code = "import sys; sys.argv = ['laconic', '--help']\nfrom laconic.cli import main\n"
+    code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compare" in done.stdout
+    listed = laconic("list", folder=tmp_path).stdout
+    for name in ("streaming_diloco(", "powersgd(", "Quantized(", "Bytes: ", "arXiv:2311.08105"):
+        assert name in listed
+
+
+# Words and numbers
+
+
+def result(*runs: tuple[str, float, float, float]) -> records.Results:
+    """(strategy, loss, ms a step, bytes a step)"""
+    made = [
+        records.Record(
+            name,
+            0,
+            10,
+            loss,
+            1.0,
+            ms,
+            {"counted": size, "predicted": size, "kernel": None},
+            None,
+            [[5, 0.5, 1, 3.0], [10, 1.0, 2, loss]],
+        )
+        for name, loss, ms, size in runs
+    ]
+    return records.Results({"cores": 2, "cpu": "some"}, {}, "digits", 2, "100mbit", None, made)
+
+
+def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.01, 50, 500), ("b()", 1.5, 10, 10), ("silent()", 2.0, 40, 0))
+    words = verdict(results)
+    assert "Take a()" in words
+    assert "+1.0%" in words
+    assert "0.5 of its bytes" in words
+    assert "2 times its speed, 80% of the rate" in words
+    assert "digits, 2 workers, link 100mbit, 1 seed, 2 cores" in words
+
+
+def test_the_verdict_says_when_none_is() -> None:
+    assert "No strategy came within 2 %" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
+    assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
+
+
+def test_seconds_to_the_loss_of_ddp() -> None:
+    table = {row.strategy: row for row in rows(result(("ddp()", 1.0, 100, 1000), ("a()", 0.5, 50, 500), ("b()", 2.0, 10, 10)))}
+    assert table["a()"].to_base_loss == pytest.approx(0.5 + 0.5 * 2.0 / 2.5)
+    assert table["b()"].to_base_loss is None
+
+
+def test_a_record_is_written_whole_and_read_again(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.write(tmp_path)
+    assert records.read(tmp_path) == results
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+    for text, pattern in [("{", "damaged"), ('{"version": 9}', "not of version 1"), ('{"version": 1, "runs": []}', "damaged")]:
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(ValueError, match=pattern):
+            records.read(tmp_path)
+    with pytest.raises(ValueError, match=r"has no results.json"):
+        records.read(tmp_path / "nowhere")

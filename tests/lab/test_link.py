@@ -1,0 +1,141 @@
+"""Limited links: real namespaces, real sockets, and nothing left over."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from laconic.lab.link import Link, parse, refusal, start
+
+LIMITED = Link(20_000_000)
+missing = refusal(LIMITED)
+needs_link = pytest.mark.skipif(missing is not None, reason=str(missing))
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("none", Link()),
+        ("10mbit", Link(10_000_000)),
+        ("1gbit", Link(1_000_000_000)),
+        ("1.5mbit", Link(1_500_000)),
+        ("100mbit:20ms", Link(100_000_000, 0.02)),
+    ],
+)
+def test_a_link_as_text(text: str, link: Link) -> None:
+    assert parse(text) == link
+    assert parse(str(link)) == link
+
+
+@pytest.mark.parametrize("text", ["100", "fast", "0mbit", "100mbits", "-5mbit", "100mbit:20", ""])
+def test_what_is_no_link_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a link is a rate with its unit.*got " + repr(text)):
+        parse(text)
+
+
+def test_a_delay_is_had_or_refused_in_one_line() -> None:
+    answer = refusal(parse("100mbit:20ms"))
+    assert answer is None or (answer.count("\n") == 0 and "can't be had here" in answer)
+
+
+def run(code: str, hosts: int, link: Link) -> tuple[str, int]:
+    process = start([sys.executable, "-c", code], hosts, link, os.environ)
+    output, _ = process.communicate(timeout=60)
+    return output, process.returncode
+
+
+SEND = """
+import os, socket, time
+rank = int(os.environ["RANK"])
+if rank == 0:
+    server = socket.create_server((os.environ["MASTER_ADDR"], 5000)); peer, _ = server.accept(); got = 0
+    while data := peer.recv(1 << 16): got += len(data)
+    print("got", got, flush=True)
+else:
+    for _ in range(200):
+        try: peer = socket.create_connection((os.environ["MASTER_ADDR"], 5000)); break
+        except OSError: time.sleep(0.05)
+    start = time.perf_counter(); peer.sendall(bytes(4_000_000)); peer.shutdown(socket.SHUT_WR); peer.recv(1)
+    print("seconds", time.perf_counter() - start, flush=True)
+    from laconic.lab.link import sent_bytes
+    print("kernel", sent_bytes(), flush=True)
+"""
+
+
+@needs_link
+def test_a_limit_is_a_limit_and_the_kernel_counts() -> None:
+    output, code = run(SEND, 2, LIMITED)
+    assert code == 0, output
+    words = dict(line.split() for line in output.splitlines())
+    assert words["got"] == "4000000"
+    # 4 MB at 20 Mbit/s are 1.6 s, less a burst of 256 KB at each end; a busy machine is slower, never faster.
+    assert float(words["seconds"]) > 1.2
+    assert 4_000_000 < int(words["kernel"]) < 4_400_000
+
+
+@needs_link
+def test_hosts_see_their_own_cable_alone() -> None:
+    code = "print([line.split(':')[0].strip() for line in open('/proc/self/net/dev')][2:])"
+    output, _ = run(code, 2, LIMITED)
+    assert output == "['lo', 'eth0']\n" * 2
+    before = Path("/proc/net/dev").read_text().count(":")
+    run("pass", 2, LIMITED)
+    assert Path("/proc/net/dev").read_text().count(":") == before, "the machine's network is as it was"
+
+
+@needs_link
+def test_two_at_the_same_time_do_not_collide() -> None:
+    processes = [start([sys.executable, "-c", SEND], 2, LIMITED, os.environ) for _ in range(2)]
+    for process in processes:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+
+
+def test_without_a_limit_they_are_plain_processes() -> None:
+    output, code = run("import os; print(os.environ['MASTER_ADDR'], os.environ['WORLD_SIZE'])", 2, Link())
+    assert (output, code) == ("127.0.0.1 2\n" * 2, 0)
+
+
+@pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
+def test_one_that_fails_ends_the_others(link: Link) -> None:
+    start_ = time.monotonic()
+    _, code = run("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(50)", 3, link)
+    assert code == 7
+    assert time.monotonic() - start_ < 30
+
+
+def with_mark(mark: str) -> list[str]:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in file.read_bytes():
+                found.append(file.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
+def test_nothing_outlives_a_parent_that_is_killed(link: Link) -> None:
+    mark = f"mark{os.getpid()}{link.bits_per_second or 0}"
+    code = (
+        "import os, sys, time\nfrom laconic.lab.link import Link, start\n"
+        f"process = start([sys.executable, '-c', 'import time; {mark} = 1; time.sleep(100)'], 2, "
+        f"Link({link.bits_per_second}), os.environ)\nprint('up', flush=True)\ntime.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 40
+        # The parent itself, the switch, and two workers; as an ordinary user and as root alike.
+        while len(with_mark(mark)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(with_mark(mark)) >= 4
+    finally:
+        parent.kill()
+        parent.communicate()
+    while with_mark(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert with_mark(mark) == []
