@@ -6,15 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from laconic.cli import app
 from laconic.report import records
 from laconic.report.summary import rows, verdict
 from tests.lab.test_link import needs_link
 
 
-def laconic(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "laconic.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+def laconic(*arguments: str, folder: Path) -> Result:
+    """In this process, which has torch already; the workers are processes of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return CliRunner().invoke(app, arguments)
 
 
 TINY = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--steps", "20", "--out", "out"]
@@ -23,7 +27,7 @@ TINY = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--steps", "20", 
 @needs_link
 def test_a_comparison_and_its_record(tmp_path: Path) -> None:
     done = laconic(*TINY, "--link", "50mbit", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.stdout + done.stderr
     assert "digits, 2 workers, link 50mbit" in done.stdout
     assert "Measured on digits" in " ".join(done.stdout.split())
     data = json.loads((tmp_path / "out/results.json").read_text())
@@ -44,12 +48,12 @@ def test_a_comparison_and_its_record(tmp_path: Path) -> None:
     assert by["silent()"]["step_ms"] < by["ddp()"]["step_ms"]
 
     again = laconic(*TINY, "--link", "50mbit", "--resume", folder=tmp_path)
-    assert again.returncode == 0
+    assert again.exit_code == 0
     assert json.loads((tmp_path / "out/results.json").read_text()) == data, "nothing is run twice"
     shown = laconic("show", "out", folder=tmp_path)
     assert "bf16()" in shown.stdout
     other = laconic(*TINY, "--link", "10mbit", "--resume", folder=tmp_path)
-    assert other.returncode == 1
+    assert other.exit_code == 1
     assert "not the same comparison" in other.stderr
 
 
@@ -59,7 +63,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
     losses = []
     for name in ("one", "two"):
         done = laconic(*[*TINY[:-1], name], "--link", "50mbit", folder=tmp_path)
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         losses.append([run["val_loss"] for run in json.loads((tmp_path / name / "results.json").read_text())["runs"]])
     assert losses[0] == losses[1]
 
@@ -75,7 +79,7 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
 )
 def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> None:
     done = laconic("compare", *arguments, folder=tmp_path)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -83,18 +87,19 @@ def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> N
 
 def test_an_error_in_a_users_file_is_shown_once(tmp_path: Path) -> None:
     made = laconic("new-task", "mine.py", folder=tmp_path)
-    assert made.returncode == 0
-    assert laconic("new-task", "mine.py", folder=tmp_path).returncode == 1, "it is not overwritten"
+    assert made.exit_code == 0
+    assert laconic("new-task", "mine.py", folder=tmp_path).exit_code == 1, "it is not overwritten"
     text = (tmp_path / "mine.py").read_text()
     (tmp_path / "mine.py").write_text(
         text.replace("    return nn.functional.cross_entropy(model(batch), batch.argmax(1))", "    return nowhere")
     )
     done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "3", "--link", "none", "--steps", "10", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert done.stderr.count("NameError: name 'nowhere' is not defined") == 1
     assert "mine.py" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     laconic("new-task", "mine.py", folder=tmp_path)
     text = (tmp_path / "mine.py").read_text()
@@ -102,7 +107,7 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
         text.replace("    draw =", "    import os; rank == 1 and os.kill(os.getpid(), 9)\n    draw =")
     )
     done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "2", "--link", "none", "--steps", "10", folder=tmp_path)
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "worker" in done.stderr
     assert not (tmp_path / "laconic-compare").exists()
 

@@ -67,13 +67,16 @@ def compare(rank: int, steps: int, options: dict[str, Any]) -> int:
     return buckets
 
 
-FULL = [
-    pytest.param(mode, world, marks=pytest.mark.soak) for mode in MODES for world in (2, 4) if mode not in ("plain", "bf16")
-]
 QUICK = [(mode, 3) for mode in MODES] + [(mode, world) for mode in ("plain", "bf16") for world in (2, 4)]
 
 
-@pytest.mark.parametrize(("mode", "world"), [*QUICK, *FULL])
+@pytest.mark.parametrize(("mode", "world"), QUICK)
 def test_bit_equal_to_ddp_without_a_hook(mode: str, world: int) -> None:
-    buckets = ranks(world, compare, 50, MODES[mode])
-    assert min(buckets) >= 6
+    assert min(ranks(world, compare, 20, MODES[mode])) >= 6
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_bit_equal_for_longer(mode: str, world: int) -> None:
+    assert min(ranks(world, compare, 50, MODES[mode])) >= 6

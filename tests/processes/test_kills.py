@@ -72,7 +72,7 @@ def disturbed(folder: Path, strategy: str, steps: int, kills: int, seed: int, *m
 
 
 def check(tmp_path: Path, strategy: str, kills: int, seed: int, *more: str) -> None:
-    steps = 100
+    steps = 60
     calm = subprocess.run(
         command(tmp_path / "calm", strategy, steps, *more), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )

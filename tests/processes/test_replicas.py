@@ -40,7 +40,7 @@ def sleepy(rank: int, reducer: Reducer, steps: int, seed: int) -> int:
 
 @pytest.mark.parametrize("reducer", FIRST, ids=str)
 def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
-    assert min(ranks(4, sleepy, reducer, 40, 0)) >= 6
+    assert min(ranks(4, sleepy, reducer, 25, 0)) >= 6
 
 
 @pytest.mark.soak

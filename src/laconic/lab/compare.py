@@ -68,8 +68,8 @@ def run_one(
     end: dict[str, Any] | None = None
     errors: list[dict[str, Any]] = []
     other: list[str] = []
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith(WORD):
                 other.append(line)
@@ -83,8 +83,10 @@ def run_one(
             else:
                 end = facts
         process.wait()
-    finally:
+    finally:  # also on Ctrl-C: nothing is left
         process.kill()
+        process.wait()
+        process.stdout.close()
     if end is None or not looks:
         raise WorkerError(_explained(strategy, errors, other, process.returncode))
     return _record(comparison, strategy, seed, looks, end)
