@@ -91,7 +91,12 @@ def as_torch(rank: int, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"matrix_approximation_rank": 1}, {"use_error_feedback": False}, {"batch_tensors_with_same_shape": True}],
+    [
+        {},
+        {"use_error_feedback": False},
+        pytest.param({"matrix_approximation_rank": 1}, marks=pytest.mark.soak),
+        pytest.param({"batch_tensors_with_same_shape": True}, marks=pytest.mark.soak),
+    ],
     ids=str,
 )
 def test_as_torch_from_the_same_start(world: int, settings: dict[str, Any]) -> None:
