@@ -243,6 +243,12 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     ranks(2, swept, str(tmp_path))
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_is_put_back(tmp_path: Path) -> None:
+    ranks(2, written, str(tmp_path), steps=1)
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000001.old.partial")
+    ranks(2, loaded_at, str(tmp_path), STRATEGY, 1)
+
+
 # Another world
 
 

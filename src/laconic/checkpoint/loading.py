@@ -60,6 +60,12 @@ def load(
     problem: Exception | None = None
     folder, facts = Path(path), None
     try:
+        if group.rank == 0:
+            manifest.sweep(folder)  # what a save that was killed has left
+    except OSError as error:
+        problem = error
+    agree([], problem, group, device)
+    try:
         folder = _chosen(Path(path))
         facts = manifest.read(folder)
         torn = manifest.missing(folder, facts)
@@ -84,7 +90,6 @@ def load(
 def _chosen(path: Path) -> Path:
     if (path / manifest.FILE).exists():
         return path
-    manifest.sweep(path)  # what a save that was killed has left
     found = latest(path)
     if found is None:
         there = ", ".join(folder.name for folder in manifest.checkpoints(path)) or "nothing"

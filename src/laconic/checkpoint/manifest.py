@@ -16,6 +16,7 @@ import torch
 FORMAT = 1
 FILE = "manifest.json"
 PARTIAL = ".partial"
+OLD = f".old{PARTIAL}"  # a checkpoint whose step is being saved once more
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,13 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def sweep(path: Path) -> None:
-    """Remove what a save that was killed has left."""
+    """Remove what a save that was killed has left; what it was about to replace is put back."""
+    for folder in path.glob(f"*{OLD}"):
+        target = folder.with_name(folder.name.removesuffix(OLD))
+        if not target.exists():
+            folder.rename(target)
     for folder in path.glob(f"*{PARTIAL}"):
-        shutil.rmtree(folder, ignore_errors=True)  # another rank may be at it, too
+        shutil.rmtree(folder)
 
 
 def sync_folder(folder: Path) -> None:

@@ -148,7 +148,7 @@ def _publish(target: Path, partial: Path, facts: list[str], world: int, step: in
     manifest.sync_folder(partial)
     old = None
     if target.exists():  # the same step once more
-        old = target.rename(target.with_name(f"{target.name}.old{manifest.PARTIAL}"))
+        old = target.rename(target.with_name(f"{target.name}{manifest.OLD}"))
     partial.rename(target)
     manifest.sync_folder(target.parent)
     if old is not None:

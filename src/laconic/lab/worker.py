@@ -19,9 +19,9 @@ from laconic.lab.link import sent_bytes
 WORD = "laconic-lab"  # begins the lines that are meant for the lab
 
 
-def tell(kind: str, **facts: object) -> None:
+def tell(facts: Mapping[str, object]) -> None:
     """A line for the lab, in one write: up to 4096 bytes, the lines of several workers don't mix in a pipe."""
-    os.write(sys.stdout.fileno(), f"\n{WORD} {json.dumps({'kind': kind, **facts})}\n".encode())
+    os.write(sys.stdout.fileno(), f"\n{WORD} {json.dumps(facts)}\n".encode())
 
 
 def train(job: Mapping[str, Any]) -> None:
@@ -37,11 +37,11 @@ def train(job: Mapping[str, Any]) -> None:
     torch.manual_seed(1000 * job["seed"] + rank)
     looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
     with laconic.attach(model, optimizer, job["strategy"]) as run:
-        seconds, timed, untimed_bytes, start = 0.0, 0, 0, 0.0
+        seconds, timed, start = 0.0, 0, 0.0
         for step in range(1, steps + 1):
             if step == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
                 dist.barrier()
-                untimed_bytes, kernel = run.stats().wire_bytes, sent_bytes()
+                kernel = sent_bytes()
                 start, seconds, timed = time.perf_counter(), 0.0, 0
             loss: Any = task.loss(model, next(batches))
             loss.backward()
@@ -59,23 +59,15 @@ def train(job: Mapping[str, Any]) -> None:
                 if rank == 0:
                     sent = run.stats().wire_bytes
                     cable = None if now is None or kernel is None else now - kernel
-                    tell(
-                        "look",
-                        step=step,
-                        seconds=seconds,
-                        bytes=sent,
-                        loss=value,
-                        kernel=cable,
-                        timed=timed,
-                        untimed=untimed_bytes,
-                    )
+                    look = {"step": step, "seconds": seconds, "bytes": sent, "loss": value, "kernel": cable, "timed": timed}
+                    tell({"kind": "look", **look})
                 if now is not None and kernel is not None:
                     kernel += (sent_bytes() or 0) - now  # what looking cost is no part of training
                 dist.barrier()
                 start = time.perf_counter()
         stats = run.stats()
     if rank == 0:
-        tell("end", wait_seconds=stats.wait_seconds, predicted=predicted.wire_bytes, collectives=stats.collectives)
+        tell({"kind": "end", "wait_seconds": stats.wait_seconds, "predicted": predicted.wire_bytes})
 
 
 def main() -> None:
@@ -87,9 +79,8 @@ def main() -> None:
         train(job)
         dist.destroy_process_group()
     except BaseException as error:
-        tell(
-            "error", rank=os.environ.get("RANK"), text=f"{type(error).__name__}: {error}", trace=traceback.format_exc()[-3000:]
-        )
+        text, trace = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-3000:]
+        tell({"kind": "error", "rank": os.environ.get("RANK"), "text": text, "trace": trace})
         sys.exit(1)
 
 
