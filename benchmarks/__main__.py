@@ -6,7 +6,7 @@ import sys
 
 import benchmarks
 
-SHARED = {"__main__", "harness", "hosts"}
+SHARED = {"__main__", "harness"}
 known = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in SHARED]
 wanted = sys.argv[1:] or known
 unknown = [name for name in wanted if name not in known]
