@@ -38,7 +38,7 @@ def compare(
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
     steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 120,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,
-    out: Annotated[Path, typer.Option(help="where results.json goes")] = Path("laconic-compare"),
+    out: Annotated[Path, typer.Option(help="where results.json and report.html go")] = Path("laconic-compare"),
     resume: Annotated[
         bool, typer.Option("--resume", help="go on after an interruption: what is in --out is not run again")
     ] = False,
@@ -73,13 +73,12 @@ def _compare(
     out: Path,
     resume: bool,
 ) -> None:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     import laconic
     from laconic.lab import tasks
-    from laconic.lab.compare import Comparison, begin, run_one
+    from laconic.lab.compare import Comparison, begin, compare, resumed
     from laconic.lab.link import parse
-    from laconic.report import records, terminal
+    from laconic.report import page, records, terminal
+    from laconic.report.live import Board
 
     strategies = [str(laconic.strategy(text)) for text in ["ddp()", *chosen, "silent()"]]
     cable = parse(link)
@@ -89,37 +88,15 @@ def _compare(
     comparison = Comparison(name, list(dict.fromkeys(strategies)), workers, cable, steps, range(seeds))
     results = begin(comparison)
     if resume and (out / records.FILE).exists():
-        before = records.read(out)
-        same = (before.task, before.workers, before.link) == (results.task, results.workers, results.link)
-        if not same or any(run.steps != steps for run in before.runs):
-            raise ValueError(f"{out} is of {before.task}, {before.workers} workers, {before.link}: not the same comparison")
-        results.runs = before.runs
+        resumed(results, comparison, out)
+    records.check_room(out)
     if results.link_note:
         console.print(f"{results.link_note}; running without a limit", style="bold", highlight=False, markup=False)
-    done = {(run.strategy, run.seed) for run in results.runs}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        for text, seed in comparison.jobs():
-            if (text, seed) in done:
-                continue
-            bar = bars.add_task(text.replace("[", "\\["), total=steps, note="")
-            record = run_one(
-                comparison,
-                results,
-                text,
-                seed,
-                lambda look, bar=bar: bars.update(bar, completed=look["step"], note=f"loss {look['loss']:.3f}"),  # type: ignore[misc]
-            )
-            results.runs.append(record)
-            results.write(out)
-            if not console.is_terminal:
-                console.print(
-                    f"{text}, seed {seed}: loss {record.val_loss:.4f}, {record.step_ms:.1f} ms a step",
-                    highlight=False,
-                    markup=False,
-                )
+    with Board(console, comparison.strategies, steps, seeds) as board:
+        compare(comparison, results, out, board)
     terminal.show(results, console)
-    console.print(f"\nwritten to {out / records.FILE}", highlight=False, markup=False)
+    written = page.write(results, out)
+    console.print(f"\nwritten: {out / records.FILE}, and charts for a browser: {written}", highlight=False, markup=False)
 
 
 def _console() -> "Console":
@@ -130,22 +107,30 @@ def _console() -> "Console":
 
 
 @app.command()
-def show(folder: Annotated[Path, typer.Argument(help="the --out of a comparison")] = Path("laconic-compare")) -> None:
-    """Print a comparison's table and verdict again."""
+def show(
+    folder: Annotated[Path, typer.Argument(help="the --out of a comparison")] = Path("laconic-compare"),
+    browser: Annotated[bool, typer.Option("--open", help="open the report in a browser, too")] = False,
+) -> None:
+    """Print a comparison's table and verdict again, and write its report anew."""
     from rich.console import Console
 
-    from laconic.report import records, terminal
+    from laconic.report import page, records, terminal
 
     try:
-        terminal.show(records.read(folder), _console())
-    except ValueError as error:
+        results = records.read(folder)
+        terminal.show(results, _console())
+        path = page.write(results, folder)
+        typer.echo(f"\ncharts: {path}")
+        if browser and typer.launch(str(path)) != 0:
+            raise ValueError(f"no browser could be started; open {path.resolve()} yourself")
+    except (ValueError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 
 @app.command("list")
 def list_() -> None:
-    """Strategies and reducers, with what they do, their bytes and their papers."""
+    """Strategies, reducers and schedules, with what they do, their bytes and their papers."""
     from rich.console import Console
 
     from laconic.lab.catalogue import entries

@@ -49,6 +49,7 @@ class Stats:
     wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
     skipped: int  # rounds of deltas that moved nothing, because they were not finite or out of line
     aside_bytes: int  # wire bytes of `consensus`, which is no part of training
+    wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
 
 
 class _Stop(BaseException):
@@ -254,6 +255,7 @@ class Run:
             wait_seconds=self._ledger.wait_seconds,
             skipped=self._local.skipped,
             aside_bytes=self._aside.total.wire_bytes,
+            wire_bytes_by_kind={kind: cost.wire_bytes for kind, cost in self._ledger.kinds.items()},
         )
 
     def layout(self) -> list[list[str]]:

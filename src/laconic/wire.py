@@ -134,14 +134,18 @@ class Row:
 class Ledger:
     """Counts every collective as it leaves and lands: totals for ever, single rows for the latest ones."""
 
-    total: Traffic = field(default_factory=Traffic)
+    kinds: dict[str, Traffic] = field(default_factory=dict)  # by kind of collective
     wait_seconds: float | None = 0.0  # time the thread stood still; None: unknown, because waiting doesn't block the host there
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=4096))
 
+    @property
+    def total(self) -> Traffic:
+        return sum(self.kinds.values(), Traffic())
+
     def launch(self, collective: Collective, world: int) -> Row:
-        cost = traffic(collective, world)
-        self.total = self.total + cost
-        row = Row(type(collective).__name__, cost.payload_bytes, cost.wire_bytes, world, time.perf_counter())
+        cost, kind = traffic(collective, world), type(collective).__name__
+        self.kinds[kind] = self.kinds.get(kind, Traffic()) + cost
+        row = Row(kind, cost.payload_bytes, cost.wire_bytes, world, time.perf_counter())
         self.rows.append(row)
         return row
 

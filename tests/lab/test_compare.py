@@ -1,17 +1,26 @@
 """`laconic compare` and its companions, as a user calls them."""
 
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from laconic.cli import app
+from laconic.lab.compare import predicted_ms
+from laconic.lab.cost import FACTORS
+from laconic.lab.link import Link
 from laconic.report import records
+from laconic.report.live import Board
 from laconic.report.summary import rows, verdict
-from tests.lab.test_link import needs_link
+from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
 
 
 def laconic(*arguments: str, folder: Path) -> Result:
@@ -112,6 +121,106 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
     assert not (tmp_path / "laconic-compare").exists()
 
 
+@needs_user_namespaces
+def test_without_a_link_the_time_is_predicted_and_says_so(tmp_path: Path) -> None:
+    tiny = ["compare", "digits", "-s", "ddp()", "--workers", "2", "--steps", "10", "--out", "out", "--link", "10mbit"]
+    command = [*LOCKED_DOWN, sys.executable, "-m", "laconic.cli", *tiny]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "can't be had here" in done.stdout
+    assert "PREDICTED, not measured" in done.stdout
+    assert "NOT limited" in done.stdout
+    data = json.loads((tmp_path / "out/results.json").read_text())
+    ddp, silent = data["runs"]
+    assert ddp["wire_bytes_per_step"]["kernel"] is None
+    wire_ms = FACTORS["AllReduce"] * ddp["wire_bytes_per_step"]["counted"] * 8 / 10e6 * 1e3
+    assert ddp["predicted_step_ms"] == pytest.approx(ddp["step_ms"] + wire_ms, rel=1e-6)
+    assert silent["predicted_step_ms"] == silent["step_ms"]
+
+
+def test_what_is_in_the_air_is_hidden_by_the_cost_model() -> None:
+    sent = {"AllToAll": 1e6}
+    apart = predicted_ms("diloco(8)", 100.0, sent, Link(100_000_000))
+    assert apart == pytest.approx(100 + FACTORS["AllToAll"] * 80)
+    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 100.0, sent, Link(100_000_000)) == pytest.approx(112)
+    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 200.0, sent, Link(100_000_000)) == 200
+
+
+def left_over(mark: str) -> list[str]:
+    """Processes whose command line or job speaks of it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes() + (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.Signals, tmp_path: Path) -> None:
+    link = "50mbit" if missing is None else "none"
+    mark = f"seen{os.getpid()}{signal_}"
+    arguments = [*TINY, "--link", link, "--seeds", "1"]
+    command = [sys.executable, "-m", "laconic.cli", *arguments[:-2], "--steps", "300"]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(left_over(mark)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    process.send_signal(signal_)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == (130 if signal_ == signal.SIGINT else -9)
+    if signal_ == signal.SIGINT:
+        assert "--resume goes on" in output
+    while left_over(mark) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left_over(mark) == []
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))\nfrom laconic.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *TINY], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_keeps_the_record_before(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.write(tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\nfrom pathlib import Path\n"
+        f"from laconic.report import records; folder = Path({str(tmp_path)!r}); records.read(folder).write(folder)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "File too large" in done.stderr
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_the_live_table_moves() -> None:
+    console = Console(force_terminal=True, width=100, file=io.StringIO())
+    with Board(console, ["ddp()", "silent()"], steps=100, seeds=1) as board:
+        board.begin("ddp()")
+        board.heard("ddp()", {"step": 10, "bytes": 1e6})
+        time.sleep(0.01)
+        board.heard("ddp()", {"step": 50, "bytes": 5e6, "loss": 2.5})
+        half = board.table()
+        (ddp,) = (run for run in result(("ddp()", 1.0, 100, 1000)).runs)
+        board.finish(ddp)
+        whole = board.table()
+    for table, words in ((half, ["ddp()", "2.500", "5 MB"]), (whole, ["1.000", "10.0", "10 kB"])):
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        assert all(word in text.getvalue() for word in words), text.getvalue()
+    assert "ddp()" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_help_is_quick_and_list_is_whole(tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['laconic', '--help']\nfrom laconic.cli import main\n"
     code += "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
@@ -130,15 +239,17 @@ def result(*runs: tuple[str, float, float, float]) -> records.Results:
     """(strategy, loss, ms a step, bytes a step)"""
     made = [
         records.Record(
-            name,
-            0,
-            10,
-            loss,
-            1.0,
-            ms,
-            {"counted": size, "predicted": size, "kernel": None},
-            None,
-            [[5, 0.5, 1, 3.0], [10, 1.0, 2, loss]],
+            strategy=name,
+            seed=0,
+            steps=10,
+            val_loss=loss,
+            seconds=1.0,
+            step_ms=ms,
+            predicted_step_ms=None,
+            wire_bytes_per_step={"counted": size, "predicted": size, "kernel": None},
+            wait_ms=None,
+            curve=[[5, 0.5, 1, 3.0], [10, 1.0, 2, loss]],
+            pace=[[ms, ms / 2], [ms, None]],
         )
         for name, loss, ms, size in runs
     ]

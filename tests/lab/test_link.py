@@ -139,3 +139,45 @@ def test_nothing_outlives_a_parent_that_is_killed(link: Link) -> None:
     while with_mark(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert with_mark(mark) == []
+
+
+AS_SOMEBODY = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]  # without any capability, as any user has it
+LOCKED_DOWN = [
+    "unshare",
+    "--user",
+    "--map-root-user",
+    "sh",
+    "-c",
+    'echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"',
+    "sh",
+]
+namespaces = subprocess.run([*AS_SOMEBODY, "true"], capture_output=True, text=True) if sys.platform == "linux" else None
+needs_user_namespaces = pytest.mark.skipif(
+    namespaces is None or namespaces.returncode != 0, reason="unprivileged user namespaces are not allowed here"
+)
+
+
+@needs_user_namespaces
+def test_an_ordinary_user_has_links_too() -> None:
+    code = (
+        "import os, sys\nfrom laconic.lab.link import Link, refusal, start\n"
+        "print(os.geteuid(), refusal(Link(20_000_000)))\n"
+        f"process = start([sys.executable, '-c', {SEND!r}], 2, Link(20_000_000), os.environ)\n"
+        "print(process.communicate()[0], process.returncode)"
+    )
+    done = subprocess.run([*AS_SOMEBODY, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    lines = done.stdout.split()
+    assert lines[:2] == ["1000", "None"], done.stdout + done.stderr
+    words = dict(zip(lines[2::2], lines[3::2], strict=False))
+    assert words["got"] == "4000000"
+    assert float(words["seconds"]) > 1.2
+    assert lines[-1] == "0"
+
+
+@needs_user_namespaces
+def test_where_namespaces_are_switched_off_that_is_said() -> None:
+    code = "from laconic.lab.link import Link, refusal\nprint(refusal(Link(20_000_000)))"
+    done = subprocess.run([*LOCKED_DOWN, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "can't be had here" in done.stdout, done.stdout + done.stderr
+    assert "max_net_namespaces" in done.stdout
+    assert done.stdout.count("\n") == 1

@@ -5,13 +5,15 @@ import re
 from dataclasses import dataclass
 
 import laconic.recipes
+from laconic import schedules
 from laconic.recipes.registry import RECIPES
 from laconic.reducers import discover
+from laconic.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy or a reducer."""
+    """A strategy, a reducer or a schedule."""
 
     call: str
     lines: list[str]  # what it does, its bytes, its paper
@@ -22,7 +24,12 @@ def entries() -> dict[str, list[Entry]]:
     return {
         "Strategies": [_entry(name, getattr(laconic.recipes, name, recipe)) for name, recipe in RECIPES.items()],
         "Reducers": [_entry(name, kind) for name, kind in discover().items()],
+        "Schedules": [_entry(name, kind) for name, kind in vars(schedules).items() if _is_schedule(kind)],
     }
+
+
+def _is_schedule(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Schedule) and thing is not Schedule
 
 
 def _entry(name: str, thing: object) -> Entry:

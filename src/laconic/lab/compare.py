@@ -1,16 +1,21 @@
 """Strategies side by side: one after the other, each in workers of its own behind the same link."""
 
+import functools
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import laconic
+from laconic.lab.cost import step_seconds, wire_seconds
 from laconic.lab.link import Link, refusal, start
 from laconic.lab.worker import WORD
+from laconic.report import records
+from laconic.report.live import Board
 from laconic.report.records import Record, Results
 
 LOOKS, WARMUP = 8, 5
@@ -49,6 +54,45 @@ def begin(comparison: Comparison) -> Results:
     return Results(_machine(), versions, comparison.task, comparison.workers, str(comparison.link), note)
 
 
+def resumed(results: Results, comparison: Comparison, out: Path) -> None:
+    """Take over the runs of an interrupted comparison, if it was the same one."""
+    before = records.read(out)
+    there = (
+        before.task,
+        before.workers,
+        before.link,
+        before.link_note,
+        {run.steps for run in before.runs} or {comparison.steps},
+    )
+    here = (results.task, results.workers, results.link, results.link_note, {comparison.steps})
+    if there != here:
+        raise ValueError(
+            f"{out} is of {_words(*there)}, and asked is {_words(*here)}: not the same comparison; give another --out"
+        )
+    results.runs = before.runs
+
+
+def compare(comparison: Comparison, results: Results, out: Path, board: Board) -> None:
+    """Run what isn't there yet; the record is written after each run."""
+    done = {(run.strategy, run.seed) for run in results.runs}
+    for run in results.runs:
+        if run.strategy in comparison.strategies:
+            board.finish(run, ran=False)
+    for strategy, seed in comparison.jobs():
+        if (strategy, seed) in done:
+            continue
+        board.begin(strategy)
+        record = run_one(comparison, results, strategy, seed, functools.partial(board.heard, strategy))
+        results.runs.append(record)
+        results.write(out)
+        board.finish(record)
+
+
+def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable[int]) -> str:
+    limit = f"{link}{' (not limited)' if note else ''}"
+    return f"{task}, {workers} workers, link {limit}, {', '.join(map(str, sorted(steps)))} steps"
+
+
 def run_one(
     comparison: Comparison, results: Results, strategy: str, seed: int, progress: Callable[[dict[str, Any]], None]
 ) -> Record:
@@ -64,9 +108,7 @@ def run_one(
     environment = {**os.environ, "LACONIC_JOB": json.dumps(job), "PYTHONUNBUFFERED": "1"}
     link = Link() if results.link_note else comparison.link
     process = start([sys.executable, "-m", "laconic.lab.worker"], comparison.workers, link, environment)
-    looks: list[dict[str, Any]] = []
-    end: dict[str, Any] | None = None
-    errors: list[dict[str, Any]] = []
+    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("tick", "look", "end", "kinds", "pace", "error")}
     other: list[str] = []
     assert process.stdout is not None
     try:
@@ -75,39 +117,50 @@ def run_one(
                 other.append(line)
                 continue
             facts = json.loads(line[len(WORD) :])
-            if facts["kind"] == "look":
-                looks.append(facts)
+            told[facts["kind"]].append(facts)
+            if facts["kind"] in ("tick", "look"):
                 progress(facts)
-            elif facts["kind"] == "error":
-                errors.append(facts)
-            else:
-                end = facts
         process.wait()
     finally:  # also on Ctrl-C: nothing is left
         process.kill()
         process.wait()
         process.stdout.close()
-    if end is None or not looks:
-        raise WorkerError(_explained(strategy, errors, other, process.returncode))
-    return _record(comparison, strategy, seed, looks, end)
+    if process.returncode or not told["end"] or not told["look"]:
+        raise WorkerError(_explained(strategy, told["error"], other, process.returncode))
+    return _record(comparison, strategy, seed, told, limited=not results.link_note)
 
 
-def _record(comparison: Comparison, strategy: str, seed: int, looks: list[dict[str, Any]], end: Mapping[str, Any]) -> Record:
-    last = looks[-1]
-    counted = last["bytes"] / comparison.steps
-    kernel = None if last["kernel"] is None else last["kernel"] / last["timed"]
+def _record(
+    comparison: Comparison, strategy: str, seed: int, told: Mapping[str, list[dict[str, Any]]], *, limited: bool
+) -> Record:
+    last, (end,), (kinds,) = told["look"][-1], told["end"], told["kinds"]
+    step_ms = last["seconds"] / last["timed"] * 1e3
     wait = None if end["wait_seconds"] is None else end["wait_seconds"] / comparison.steps * 1e3
+    bytes_per_step = {
+        "counted": last["bytes"] / comparison.steps,
+        "predicted": end["predicted"] / comparison.steps,
+        "kernel": None if last["kernel"] is None else last["kernel"] / comparison.steps,
+    }
     return Record(
-        strategy,
-        seed,
-        comparison.steps,
-        last["loss"],
-        last["seconds"],
-        last["seconds"] / last["timed"] * 1e3,
-        {"counted": counted, "predicted": end["predicted"] / comparison.steps, "kernel": kernel},
-        wait,
-        [[look["step"], look["seconds"], look["bytes"], look["loss"]] for look in looks],
+        strategy=strategy,
+        seed=seed,
+        steps=comparison.steps,
+        val_loss=last["loss"],
+        seconds=last["seconds"],
+        step_ms=step_ms,
+        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, kinds["bytes"], comparison.link),
+        wire_bytes_per_step=bytes_per_step,
+        wait_ms=wait,
+        curve=[[look["step"], look["seconds"], look["bytes"], look["loss"]] for look in told["look"]],
+        pace=[row for part in told["pace"] for row in part["rows"]],
     )
+
+
+def predicted_ms(strategy: str, step_ms: float, wire_bytes: Mapping[str, float], link: Link) -> float:
+    """What a step that was measured without a limit would take over the link."""
+    averaging = laconic.strategy(strategy).averaging
+    in_the_air = averaging is not None and averaging.deltas is not None and averaging.deltas.delay > 0
+    return step_seconds(step_ms / 1e3, wire_seconds(wire_bytes, link), in_the_air=in_the_air) * 1e3
 
 
 def _explained(strategy: str, errors: list[dict[str, Any]], other: list[str], code: int | None) -> str:

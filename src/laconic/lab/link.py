@@ -74,7 +74,8 @@ def refusal(link: Link) -> str | None:
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return f"limited links can't be had here: {lines[-1]}"
+    hint = " (are namespaces switched off? See sysctl user.max_net_namespaces)" if "No space left" in lines[-1] else ""
+    return f"limited links can't be had here: {lines[-1]}{hint}"
 
 
 def start(command: Sequence[str], hosts: int, link: Link, environment: Mapping[str, str]) -> "subprocess.Popen[str]":

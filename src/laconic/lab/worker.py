@@ -16,6 +16,7 @@ import laconic
 from laconic.lab import tasks
 from laconic.lab.link import sent_bytes
 
+TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps the pace is kept
 WORD = "laconic-lab"  # begins the lines that are meant for the lab
 
 
@@ -36,18 +37,26 @@ def train(job: Mapping[str, Any]) -> None:
     batches = task.batches(rank, world, job["seed"])
     torch.manual_seed(1000 * job["seed"] + rank)
     looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
+    pace: list[tuple[float, float | None]] = []  # of each timed step: its milliseconds, and those of waiting in it
     with laconic.attach(model, optimizer, job["strategy"]) as run:
-        seconds, timed, start = 0.0, 0, 0.0
+        seconds, timed, start, ticked, kernel = 0.0, 0, 0.0, time.perf_counter(), sent_bytes()
         for step in range(1, steps + 1):
             if step == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
                 dist.barrier()
-                kernel = sent_bytes()
                 start, seconds, timed = time.perf_counter(), 0.0, 0
+            began, waited = time.perf_counter(), run.stats().wait_seconds
             loss: Any = task.loss(model, next(batches))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             timed += 1
+            now_waited, ended = run.stats().wait_seconds, time.perf_counter()
+            if step > job["warmup"] and len(pace) < PACE:
+                wait = None if waited is None or now_waited is None else (now_waited - waited) * 1e3
+                pace.append(((ended - began) * 1e3, wait))
+            if rank == 0 and ended - ticked > TICK_SECONDS:
+                tell({"kind": "tick", "step": step, "bytes": run.stats().wire_bytes})
+                ticked = ended
             if step in looks and step > job["warmup"]:
                 dist.barrier()
                 seconds += time.perf_counter() - start
@@ -68,6 +77,10 @@ def train(job: Mapping[str, Any]) -> None:
         stats = run.stats()
     if rank == 0:
         tell({"kind": "end", "wait_seconds": stats.wait_seconds, "predicted": predicted.wire_bytes})
+        tell({"kind": "kinds", "bytes": {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()}})
+        for first in range(0, len(pace), 50):
+            rows = [[round(ms, 2), None if wait is None else round(wait, 2)] for ms, wait in pace[first : first + 50]]
+            tell({"kind": "pace", "rows": rows})
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ class Record:
     val_loss: float  # of the averaged model, at the end
     seconds: float  # of the timed steps
     step_ms: float
+    predicted_step_ms: float | None  # over the link that was asked for, where it could not be had
     wire_bytes_per_step: dict[str, float | None]  # counted, predicted, kernel
     wait_ms: float | None  # a step, while the training thread stood still
     curve: list[list[float]]  # [step, seconds, bytes, loss]
+    pace: list[list[float | None]]  # of each timed step: its milliseconds, and those of waiting in it
 
 
 @dataclass
@@ -41,13 +44,40 @@ class Results:
     def write(self, folder: Path) -> None:
         """To a temporary name first: an interruption leaves the file before."""
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{FILE}.partial"
+        write_whole(folder / FILE, _text(asdict(self)))
+
+
+def check_room(folder: Path) -> None:
+    """Whether a record can be written there at all: to be known before the work, not after it."""
+    there = folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f"{FILE}.probe"
+    try:
+        write_whole(probe, " " * 1_000_000)
+    finally:
+        probe.unlink(missing_ok=True)
+        if not there:
+            folder.rmdir()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The new file, or the one before: never half of one, also on a full disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
         with partial.open("w") as file:
-            json.dump(asdict(self), file, indent=1)
-            file.write("\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / FILE)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _text(data: dict[str, Any]) -> str:
+    """JSON with a row of numbers on a line of its own."""
+    text = json.dumps(data, indent=1)
+    return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
 
 
 def read(folder: Path) -> Results:

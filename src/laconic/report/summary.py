@@ -20,6 +20,7 @@ class Row:
     predicted: float | None
     kernel: float | None
     step_ms: float
+    predicted_ms: float | None  # over the link that could not be had
     spread: float | None  # of the step time over seeds, as a share
     speed: float | None  # against ddp
     share: float | None  # of the rate without communication
@@ -50,6 +51,7 @@ def rows(results: Results) -> list[Row]:
                 _known([run.wire_bytes_per_step["predicted"] for run in runs]),
                 _known([run.wire_bytes_per_step["kernel"] for run in runs]),
                 step_ms,
+                _known([run.predicted_step_ms for run in runs]),
                 statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
                 base_ms / step_ms if base_ms else None,
                 limit_ms / step_ms if limit_ms else None,
@@ -68,7 +70,7 @@ def verdict(results: Results) -> str:
     if base is None or not others:
         return "Without ddp() and another strategy there is nothing to compare."
     good = [row for row in others if row.loss <= 1.02 * base.loss]
-    ground = (
+    measured = (
         f"{results.task}, {results.workers} workers, link {results.link}"
         f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
         f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
@@ -77,15 +79,46 @@ def verdict(results: Results) -> str:
         near = min(others, key=lambda row: row.loss)
         return (
             f"No strategy came within 2 % of ddp()'s loss of {base.loss:.4f}; the nearest is {near.strategy} with "
-            f"{near.loss:.4f}. Measured on {ground}."
+            f"{near.loss:.4f}. Measured on {measured}."
         )
     best = min(good, key=lambda row: row.step_ms)
     share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
     return (
         f"Take {best.strategy}: a loss {best.loss / base.loss - 1:+.1%} against ddp()'s, at "
         f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
-        f"speed{share}. Measured on {ground}."
+        f"speed{share}. Measured on {measured}."
     )
+
+
+def labels(results: Results) -> dict[str, str]:
+    """A short name for each strategy: without its arguments where that is enough to tell it from the others."""
+    texts = list(dict.fromkeys(run.strategy for run in results.runs))
+    names = [text.split("(")[0] for text in texts]
+    return {text: name if names.count(name) == 1 else text for text, name in zip(texts, names, strict=True)}
+
+
+def ground(results: Results) -> str:
+    """What was equal for all, what wasn't, and how noisy it was."""
+    seeds = sorted({run.seed for run in results.runs})
+    times = [(run, _interval_ms(run)) for run in results.runs if run.strategy in (BASE, LIMIT)]
+    spread = max((statistics.stdev(ms) / statistics.mean(ms) for _, ms in times if len(ms) > 1), default=None)
+    over = [row.spread for row in rows(results) if row.spread is not None]
+    noise = f"within a run, the step time of {BASE} and {LIMIT} varied by up to {spread:.0%}" if spread is not None else ""
+    noise += f"{'; ' if noise else ''}over seeds by up to {max(over):.0%}" if over else ""
+    return (
+        f"Machine: {results.machine.get('cores')} cores, {results.machine.get('cpu')}. "
+        f"Link: {results.link}{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}. "
+        f"Seeds: {', '.join(map(str, seeds))}. "
+        "Equal for all: initial weights, data and its order, steps and samples, optimizer, link and machine. "
+        "Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all workers share "
+        f"its cores. Noise: {noise or 'not known'}{'' if over else '; one seed, so nothing is known over seeds'}."
+    )
+
+
+def _interval_ms(run: Record) -> list[float]:
+    """A step's time from one look to the next."""
+    pairs = zip(run.curve, run.curve[1:], strict=False)
+    return [(after[1] - before[1]) / (after[0] - before[0]) * 1e3 for before, after in pairs]
 
 
 def _seconds_to(run: Record, loss: float) -> float | None:

@@ -1,51 +1,43 @@
 """A comparison in a terminal."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from laconic.report.records import Results
-from laconic.report.summary import Row, rows, verdict
+from laconic.report.summary import Row, ground, rows, verdict
 
 LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(). Bytes: what one worker must put on the cable in a "
     "step: counted, predicted on meta tensors, and as the kernel counted on its interface. step: timed steps, no warm-up. "
-    "limit: share of the step rate of silent(), which never communicates. to ddp loss: seconds until ddp()'s final loss."
+    "speed: against ddp(). limit: share of the step rate of silent(), which never communicates. to ddp loss: seconds until "
+    "ddp()'s final loss."
 )
+ON_THE_LINK = " on the link: PREDICTED, not measured, from the step without a limit and the bytes."
 
 
 def show(results: Results, console: Console) -> None:
     """The table, its legend and the verdict."""
-    table = Table(title=f"{results.task}, {results.workers} workers, link {results.link}")
-    for name in (
-        "strategy",
-        "val loss",
-        "vs ddp",
-        "bytes/step",
-        "predicted",
-        "kernel",
-        "step",
-        "speed",
-        "limit",
-        "to ddp loss",
-    ):
-        first = name == "strategy"
-        table.add_column(name, justify="left" if first else "right", overflow="fold", min_width=20 if first else None)
+    table = Table(title=escape(f"{results.task}, {results.workers} workers, link {results.link}"))
+    for place, name in enumerate(columns(results)):
+        table.add_column(name, justify="right" if place else "left", overflow="fold", min_width=None if place else 20)
     for row in rows(results):
-        table.add_row(*_cells(row))
+        table.add_row(*(escape(cell) for cell in cells(row, results)))
     console.print(table)
-    machine = f"{results.machine.get('cores')} cores, {results.machine.get('cpu')}"
-    seeds = sorted({run.seed for run in results.runs})
-    noise = [row.spread for row in rows(results) if row.spread is not None]
-    spread = f"; step times vary by {max(noise):.0%} over seeds" if noise else "; one seed, so nothing is known of the noise"
-    console.print(f"{LEGEND}\nMachine: {machine}. Seeds: {', '.join(map(str, seeds))}{spread}.", style="dim", highlight=False)
-    if results.link_note:
-        console.print(results.link_note, style="bold", highlight=False, markup=False)
+    console.print(f"{legend(results)}\n{ground(results)}", style="dim", highlight=False, markup=False)
     console.print(f"\n{verdict(results)}", highlight=False, markup=False)
 
 
-def _cells(row: Row) -> list[str]:
-    return [
-        row.strategy.replace("[", "\\["),
+def columns(results: Results) -> list[str]:
+    """The heads of the table; what a link would cost only where it could not be had."""
+    names = ["strategy", "val loss", "vs ddp", "bytes/step", "predicted", "kernel", "step", "speed", "limit", "to ddp loss"]
+    return [*names, "on the link"] if results.link_note else names
+
+
+def cells(row: Row, results: Results) -> list[str]:
+    """A row in words."""
+    found = [
+        row.strategy,
         f"{row.loss:.4f}",
         f"{row.loss_ratio:.3f}" if row.loss_ratio else "",
         human(row.bytes_per_step),
@@ -56,6 +48,12 @@ def _cells(row: Row) -> list[str]:
         f"{row.share:.0%}" if row.share else "",
         f"{row.to_base_loss:.1f} s" if row.to_base_loss is not None else "never",
     ]
+    return [*found, f"{row.predicted_ms:.1f} ms" if row.predicted_ms is not None else ""] if results.link_note else found
+
+
+def legend(results: Results) -> str:
+    """What the columns mean."""
+    return LEGEND + (ON_THE_LINK if results.link_note else "")
 
 
 def human(count: float | None) -> str:

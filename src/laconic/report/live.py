@@ -1,0 +1,80 @@
+"""A comparison while it runs: a table that moves in a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from laconic.report.records import Record
+from laconic.report.terminal import human
+
+
+class Board:
+    """One line a strategy: how far it is, how fast, its loss and its bytes."""
+
+    def __init__(self, console: Console, strategies: Sequence[str], steps: int, seeds: int) -> None:
+        self._console, self._steps, self._seeds = console, steps, seeds
+        self._lines = {text: _Line() for text in strategies}
+        self._live = Live(get_renderable=self.table, console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Board":
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def begin(self, strategy: str) -> None:
+        line = self._lines[strategy]
+        line.step, line.since = 0, None
+
+    def heard(self, strategy: str, facts: dict[str, Any]) -> None:
+        """A worker tells its step, and now and then its loss."""
+        line, now = self._lines[strategy], time.monotonic()
+        if line.since is None:
+            line.since = (now, facts["step"])
+        elif now > line.since[0]:
+            line.rate = (facts["step"] - line.since[1]) / (now - line.since[0])
+        line.step, line.sent, line.loss = facts["step"], facts["bytes"], facts.get("loss", line.loss)
+
+    def finish(self, record: Record, *, ran: bool = True) -> None:
+        line = self._lines[record.strategy]
+        line.done += 1
+        line.step, line.loss, line.rate = 0, record.val_loss, 1e3 / record.step_ms
+        line.sent = (record.wire_bytes_per_step["counted"] or 0.0) * record.steps
+        if ran and not self._console.is_terminal:
+            said = f"{record.strategy}, seed {record.seed}: loss {record.val_loss:.4f}, {record.step_ms:.1f} ms a step"
+            self._console.print(f"{said}, {human(line.sent / record.steps)} a step", highlight=False, markup=False)
+
+    def table(self) -> Table:
+        """How it stands."""
+        table = Table(title=f"{self._steps} steps each, {self._seeds} seed{'s' if self._seeds > 1 else ''}")
+        for place, name in enumerate(("strategy", "", "steps/s", "loss", "sent")):
+            table.add_column(name, justify="right" if place > 1 else "left", overflow="fold")
+        for text, line in self._lines.items():
+            whole = self._steps * self._seeds
+            bar = ProgressBar(total=whole, completed=min(whole, line.done * self._steps + line.step), width=24)
+            numbers = (
+                "" if line.rate is None else f"{line.rate:.1f}",
+                "" if line.loss is None else f"{line.loss:.3f}",
+                "" if line.sent is None else human(line.sent),
+            )
+            table.add_row(escape(text), bar, *numbers)
+        return table
+
+
+class _Line:
+    def __init__(self) -> None:
+        self.done, self.step = 0, 0
+        self.since: tuple[float, int] | None = None
+        self.rate: float | None = None
+        self.loss: float | None = None
+        self.sent: float | None = None

@@ -1,0 +1,119 @@
+"""The report in a real browser: it draws, it switches, it is quiet, and it asks the network for nothing."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+from laconic.report import page, records
+from laconic.report.charts import figures
+from tests.lab.test_compare import result
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+NASTY = "</script><script>document.title='taken'</script><b>\"bold\"</b>&amp;'"
+
+
+def results(task: str = "digits") -> records.Results:
+    made = result(
+        ("ddp()", 1.0, 100, 1e6),
+        ("diloco(period=4)", 1.01, 50, 5e3),
+        ("diloco(period=8)", 1.1, 45, 2e3),
+        ("silent()", 2.0, 40, 0),
+    )
+    made.task = task
+    for run in made.runs:
+        size = run.wire_bytes_per_step["counted"] or 0.0
+        run.curve = [[5, 0.5, 5 * size, 3.0], [10, 1.0, 10 * size, run.val_loss]]
+    return made
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Page]:
+    if BROWSER is None:
+        pytest.skip("no browser is installed: apt install chromium")
+    quiet = [
+        "--no-sandbox",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--no-first-run",
+    ]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=quiet)
+        yield browser.new_page()
+        browser.close()
+
+
+def opened(window: Page, folder: Path, made: records.Results, width: int = 1000) -> tuple[list[str], list[str]]:
+    """What it said on the console, and what it asked for."""
+    said: list[str] = []
+    asked: list[str] = []
+    window.on("console", lambda message: said.append(message.text))
+    window.on("pageerror", lambda error: said.append(str(error)))
+    window.on("request", lambda request: asked.append(request.url))
+    window.set_viewport_size({"width": width, "height": 800})
+    window.goto(page.write(made, folder).as_uri())
+    window.wait_for_selector(".chart >> nth=3 >> .legend")
+    return said, asked
+
+
+def drawn(window: Page, chart: int, what: str) -> int:
+    """How many curves, or bars, a chart has."""
+    count: Any = window.locator(".chart").nth(chart).locator(what).count()
+    return int(count)
+
+
+def test_it_draws_and_the_legend_switches_in_all_charts(window: Page, tmp_path: Path) -> None:
+    said, asked = opened(window, tmp_path, results())
+    lines, bars = ".scatterlayer .trace", ".barlayer .trace"
+    assert [drawn(window, chart, kind) for chart, kind in enumerate([lines, lines, bars, bars])] == [4, 3, 3, 8]
+    window.locator(".chart").nth(0).locator(".legendtoggle").nth(1).click()  # diloco(period=4)
+    window.wait_for_function("document.querySelectorAll('.chart')[3].querySelectorAll('.barlayer .trace').length == 6")
+    assert [drawn(window, chart, kind) for chart, kind in enumerate([lines, lines, bars, bars])] == [3, 2, 2, 6]
+    window.wait_for_timeout(400)  # two clicks in a short time would be a double click
+    window.locator(".chart").nth(1).locator(".legendtoggle").nth(1).click()
+    window.wait_for_function("document.querySelectorAll('.chart')[0].querySelectorAll('.scatterlayer .trace').length == 4")
+    assert "diloco(period=4)" in window.inner_text("table")
+    assert "Take diloco(period=4)" in window.inner_text(".verdict")
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_it_fits_a_phone(window: Page, tmp_path: Path) -> None:
+    opened(window, tmp_path, results(), width=360)
+    assert window.evaluate("document.documentElement.scrollWidth") <= 360, "only the table scrolls, in its own box"
+    charts: Any = window.evaluate(
+        "[...document.querySelectorAll('.chart .xy')].map(plot => plot.getBoundingClientRect().width)"
+    )
+    assert min(charts) > 180, "the chart has most of the width"
+
+
+def test_what_came_from_the_user_is_text(window: Page, tmp_path: Path) -> None:
+    made = results(task=NASTY)
+    made.runs[1].strategy = f"diloco(period={NASTY})"
+    said, _ = opened(window, tmp_path, made)
+    assert window.title().startswith("laconic: </script>")
+    assert NASTY in window.inner_text("h1")
+    assert window.locator("h1 b, td b").count() == 0
+    assert said == []
+
+
+def test_it_carries_all_it_needs(tmp_path: Path) -> None:
+    text = page.write(results(), tmp_path).read_text()
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href)=[\"']?http", own)
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_seeds_are_lines_of_one_colour_and_the_log_axis_has_no_zero() -> None:
+    made = results()
+    made.runs += [records.Record(**{**vars(run), "seed": 1}) for run in results().runs]
+    loss = figures(made)["Loss against seconds"]["data"]
+    assert [trace["name"] for trace in loss] == ["ddp", "diloco(period=4)", "diloco(period=8)", "silent"]
+    assert loss[0]["x"] == [0.5, 1.0, None, 0.5, 1.0, None]
+    bytes_ = figures(made)["Loss against bytes"]["data"]
+    assert [x for trace in bytes_ for x in trace["x"] if x is not None and x <= 0] == []
