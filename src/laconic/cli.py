@@ -22,9 +22,9 @@ HANDFUL = [
     "bf16()",
     "int8()",
     "powersgd(rank=4, warmup=10)",
-    "post_local_sgd(warmup=20, period=8)",
-    "diloco(16, warmup=20)",
-    "streaming_diloco(16, fragments=4, delay=2, blend=0.0, warmup=20)",
+    "post_local_sgd(warmup=10, period=8)",
+    "diloco(16, warmup=10)",
+    "streaming_diloco(16, fragments=4, delay=2, blend=0.0, warmup=10)",
 ]
 
 
@@ -32,11 +32,11 @@ HANDFUL = [
 def compare(
     task: Annotated[
         str, typer.Argument(help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)")
-    ] = "bytes-gpt:1m",
+    ] = "bytes-gpt:500k",
     strategy: Annotated[list[str] | None, typer.Option("-s", "--strategy", help="a strategy; give it several times")] = None,
     workers: Annotated[int, typer.Option(min=1, help="processes, each behind a link of its own")] = 4,
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
-    steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 120,
+    steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 150,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,
     out: Annotated[Path, typer.Option(help="where results.json and report.html go")] = Path("laconic-compare"),
     resume: Annotated[

@@ -1,6 +1,7 @@
 """What a strategy will send, before anything runs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from laconic.composition import Averaging, Strategy
 from laconic.deltas import BUCKET_BYTES
 from laconic.fragments import fragments, launches
 from laconic.reducers.base import Reducer
+from laconic.reducers.warmup import Warmup
 from laconic.routes import AUTO, Scope
 from laconic.schedules import Schedule
 from laconic.spec import strategy as read
@@ -64,13 +66,19 @@ def predict(
     if sizes and "node" in sizes:
         known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
     between = _Between(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
+    # Bytes change where a warm-up ends, and may alternate between rounds, and that is all: so few exchanges stand for many.
+    alike: dict[tuple[int, ...], Traffic] = {}
+    ends = warmups(chosen.reducer)
     total = Traffic()
     for now in range(step, step + (chosen.cycle if steps is None else steps)):
         scope = chosen.route.at(now)
         size = _size(scope, known)
         if scope is not None and (size > 1 or scope == "world"):
-            for names in groups:
-                total += _exchange(chosen.reducer, named, names, size, now, now)
+            for place, names in enumerate(groups):
+                key = (place, size, now % 2, *(now >= end for end in ends))
+                if key not in alike:
+                    alike[key] = _exchange(chosen.reducer, named, names, size, now, now)
+                total += alike[key]
         if between is not None:
             total += between.after(now)
     return total
@@ -82,6 +90,13 @@ def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
     limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
     groups, _ = dist._compute_bucket_assignment_by_size([named[name] for name in names], limits)
     return [[names[index] for index in group] for group in groups]
+
+
+def warmups(reducer: Reducer) -> list[int]:
+    """At which steps a reducer, or one that it is made of, begins to send something else."""
+    inner = [getattr(reducer, part.name) for part in fields(reducer) if is_dataclass(reducer)]  # type: ignore[arg-type]
+    own = [reducer.start] if isinstance(reducer, Warmup) else []
+    return own + [end for part in inner if isinstance(part, Reducer) for end in warmups(part)]
 
 
 class _Between:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from laconic.bucket import Bucket, unflatten
 from laconic.composition import render
 from laconic.dryrun import predict
+from laconic.forecast import warmups
 from laconic.recipes import ddp
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
@@ -92,6 +93,16 @@ def test_zero_in_zero_out(reducer: Reducer, world: int, shapes: Shapes) -> None:
 def test_predicted_bytes_are_counted_bytes(reducer: Reducer, world: int, shapes: Shapes, step: int) -> None:
     _, ledger = run(reducer, [tensors(shapes, rank) for rank in range(world)], [{} for _ in range(world)], step)
     assert forecast(reducer, world, shapes, step) == ledger.total
+
+
+@every
+def test_bytes_depend_on_the_warm_up_and_the_parity_of_the_round_alone(reducer: Reducer) -> None:
+    """`laconic.predict` takes one exchange for all that are alike in this."""
+    shapes: Shapes = [(), (0,), (33, 7), (5,)]
+    seen: dict[tuple[object, ...], Traffic] = {}
+    for step in (0, 1, 2, 3, 4, 7, 100, 101):
+        key = (step % 2, *(step >= end for end in warmups(reducer)))
+        assert seen.setdefault(key, forecast(reducer, 3, shapes, step)) == forecast(reducer, 3, shapes, step)
 
 
 @every

@@ -1,9 +1,10 @@
-"""Strategies side by side: one after the other, each in workers of its own behind the same link."""
+"""Strategies side by side: one after the other, by the same workers behind the same link."""
 
 import functools
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,11 +79,7 @@ def compare(comparison: Comparison, results: Results, out: Path, board: Board) -
     for run in results.runs:
         if run.strategy in comparison.strategies:
             board.finish(run, ran=False)
-    for strategy, seed in comparison.jobs():
-        if (strategy, seed) in done:
-            continue
-        board.begin(strategy)
-        record = run_one(comparison, results, strategy, seed, functools.partial(board.heard, strategy))
+    for record in train([job for job in comparison.jobs() if job not in done], comparison, results, board):
         results.runs.append(record)
         results.write(out)
         board.finish(record)
@@ -93,47 +90,50 @@ def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable
     return f"{task}, {workers} workers, link {limit}, {', '.join(map(str, sorted(steps)))} steps"
 
 
-def run_one(
-    comparison: Comparison, results: Results, strategy: str, seed: int, progress: Callable[[dict[str, Any]], None]
-) -> Record:
-    """Train once; `progress` hears of every look at the loss."""
-    job = {
-        "task": comparison.task,
-        "strategy": strategy,
-        "seed": seed,
-        "steps": comparison.steps,
-        "looks": LOOKS,
-        "warmup": WARMUP,
-    }
-    environment = {**os.environ, "LACONIC_JOB": json.dumps(job), "PYTHONUNBUFFERED": "1"}
+def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Results, board: Board) -> Iterator[Record]:
+    """Have the workers train, one job after the other; a record each. The board hears how it goes."""
+    if not jobs:
+        return
+    common = {"task": comparison.task, "steps": comparison.steps, "looks": LOOKS, "warmup": WARMUP}
+    orders = [{**common, "strategy": strategy, "seed": seed} for strategy, seed in jobs]
+    environment = {**os.environ, "LACONIC_JOBS": json.dumps(orders), "PYTHONUNBUFFERED": "1"}
     link = Link() if results.link_note else comparison.link
     process = start([sys.executable, "-m", "laconic.lab.worker"], comparison.workers, link, environment)
-    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("tick", "look", "end", "kinds", "pace", "error")}
-    other: list[str] = []
     assert process.stdout is not None
     try:
-        for line in process.stdout:
-            if not line.startswith(WORD):
-                other.append(line)
-                continue
-            facts = json.loads(line[len(WORD) :])
-            told[facts["kind"]].append(facts)
-            if facts["kind"] in ("tick", "look"):
-                progress(facts)
-        process.wait()
+        for strategy, seed in jobs:
+            board.begin(strategy)
+            told = _listen(process, strategy, functools.partial(board.heard, strategy))
+            yield _record(comparison, strategy, seed, told, limited=not results.link_note)
     finally:  # also on Ctrl-C: nothing is left
         process.kill()
         process.wait()
         process.stdout.close()
-    if process.returncode or not told["end"] or not told["look"]:
-        raise WorkerError(_explained(strategy, told["error"], other, process.returncode))
-    return _record(comparison, strategy, seed, told, limited=not results.link_note)
+
+
+def _listen(
+    process: "subprocess.Popen[str]", strategy: str, progress: Callable[[dict[str, Any]], None]
+) -> dict[str, list[dict[str, Any]]]:
+    """What the workers tell of one job, by kind, until they tell its end."""
+    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("tick", "look", "pace", "error", "end")}
+    other: list[str] = []
+    for line in process.stdout or ():
+        if not line.startswith(WORD):
+            other.append(line)
+            continue
+        facts = json.loads(line[len(WORD) :])
+        told[facts["kind"]].append(facts)
+        if facts["kind"] == "end":
+            return told
+        if facts["kind"] in ("tick", "look"):
+            progress(facts)
+    raise WorkerError(_explained(strategy, told["error"], other, process.wait()))
 
 
 def _record(
     comparison: Comparison, strategy: str, seed: int, told: Mapping[str, list[dict[str, Any]]], *, limited: bool
 ) -> Record:
-    last, (end,), (kinds,) = told["look"][-1], told["end"], told["kinds"]
+    last, (end,) = told["look"][-1], told["end"]
     step_ms = last["seconds"] / last["timed"] * 1e3
     wait = None if end["wait_seconds"] is None else end["wait_seconds"] / comparison.steps * 1e3
     bytes_per_step = {
@@ -148,7 +148,7 @@ def _record(
         val_loss=last["loss"],
         seconds=last["seconds"],
         step_ms=step_ms,
-        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, kinds["bytes"], comparison.link),
+        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, end["kinds"], comparison.link),
         wire_bytes_per_step=bytes_per_step,
         wait_ms=wait,
         curve=[[look["step"], look["seconds"], look["bytes"], look["loss"]] for look in told["look"]],

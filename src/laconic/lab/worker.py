@@ -1,5 +1,6 @@
-"""One worker of a comparison: trains a task by a strategy, and tells how it goes."""
+"""One worker of a comparison: trains a task by one strategy after the other, and tells how it goes."""
 
+import gc
 import json
 import os
 import sys
@@ -76,20 +77,22 @@ def train(job: Mapping[str, Any]) -> None:
                 start = time.perf_counter()
         stats = run.stats()
     if rank == 0:
-        tell({"kind": "end", "wait_seconds": stats.wait_seconds, "predicted": predicted.wire_bytes})
-        tell({"kind": "kinds", "bytes": {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()}})
         for first in range(0, len(pace), 50):
             rows = [[round(ms, 2), None if wait is None else round(wait, 2)] for ms, wait in pace[first : first + 50]]
             tell({"kind": "pace", "rows": rows})
+        kinds = {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()}
+        tell({"kind": "end", "wait_seconds": stats.wait_seconds, "predicted": predicted.wire_bytes, "kinds": kinds})
 
 
 def main() -> None:
-    """The job is in the environment; what goes wrong is told once, by the first rank that it happens to."""
-    job = json.loads(os.environ["LACONIC_JOB"])
+    """The jobs are in the environment; what goes wrong is told, and ends them all."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo")
-        train(job)
+        for job in json.loads(os.environ["LACONIC_JOBS"]):
+            dist.barrier()
+            train(job)
+            gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:
         text, trace = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-3000:]

@@ -11,7 +11,7 @@ LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(). Bytes: what one worker must put on the cable in a "
     "step: counted, predicted on meta tensors, and as the kernel counted on its interface. step: timed steps, no warm-up. "
     "speed: against ddp(). limit: share of the step rate of silent(), which never communicates. to ddp loss: seconds until "
-    "ddp()'s final loss."
+    "ddp()'s final loss, to 0.1 %."
 )
 ON_THE_LINK = " on the link: PREDICTED, not measured, from the step without a limit and the bytes."
 
