@@ -1,7 +1,7 @@
 """The command line. `laconic --help` imports neither torch nor the lab."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 try:
     import typer
@@ -47,7 +47,6 @@ def compare(
 
     ddp() and silent(), the limit, are always run.
     """
-    from rich.console import Console
 
     console = _console()
     try:
@@ -58,8 +57,7 @@ def compare(
         )
         raise typer.Exit(130) from None
     except (ValueError, TypeError, RuntimeError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        _fail(error)
 
 
 def _compare(
@@ -99,11 +97,48 @@ def _compare(
     console.print(f"\nwritten: {out / records.FILE}, and charts for a browser: {written}", highlight=False, markup=False)
 
 
+def _fail(error: Exception) -> NoReturn:
+    from rich.console import Console
+
+    Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(1) from None
+
+
 def _console() -> "Console":
     from rich.console import Console
 
     console = Console()
     return console if console.is_terminal else Console(width=150)  # a file has no width
+
+
+@app.command(
+    "run",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]",
+)
+def run_(
+    context: typer.Context,
+    strategy: Annotated[str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(period=64)"')],
+    link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
+) -> None:
+    """Run any DDP script, unchanged, under a strategy.
+
+    laconic's own options come first, then torchrun's, then the script with its arguments:
+
+    laconic run -s "int8()" --nproc-per-node 4 train.py --epochs 3
+    """
+    from laconic.lab.link import parse
+    from laconic.launch import launch
+
+    if not context.args:
+        raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
+    try:
+        code = launch(strategy, context.args, parse(link))
+    except (ValueError, TypeError) as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -112,7 +147,6 @@ def show(
     browser: Annotated[bool, typer.Option("--open", help="open the report in a browser, too")] = False,
 ) -> None:
     """Print a comparison's table and verdict again, and write its report anew."""
-    from rich.console import Console
 
     from laconic.report import page, records, terminal
 
@@ -124,8 +158,7 @@ def show(
         if browser and typer.launch(str(path)) != 0:
             raise ValueError(f"no browser could be started; open {path.resolve()} yourself")
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+        _fail(error)
 
 
 @app.command("list")

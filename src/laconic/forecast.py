@@ -94,7 +94,8 @@ def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
 
 def warmups(reducer: Reducer) -> list[int]:
     """At which steps a reducer, or one that it is made of, begins to send something else."""
-    inner = [getattr(reducer, part.name) for part in fields(reducer) if is_dataclass(reducer)]  # type: ignore[arg-type]
+    assert is_dataclass(reducer), "a reducer is a frozen dataclass"
+    inner = [getattr(reducer, part.name) for part in fields(reducer)]
     own = [reducer.start] if isinstance(reducer, Warmup) else []
     return own + [end for part in inner if isinstance(part, Reducer) for end in warmups(part)]
 

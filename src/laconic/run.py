@@ -441,6 +441,11 @@ class Run:
             replay(self._ddp, saved.order)
         self._set_up_step()
 
+    def adopt_first(self) -> None:
+        """Every replica becomes the first rank's; all ranks together."""
+        self._require_live("adopt_first")
+        ParameterAverager(self._averaged(), self._control).adopt_first(self._group)
+
     # Parts of the above
 
     def _ready_order(self) -> list[str] | None:

@@ -56,6 +56,21 @@ def checked(
     return State(step, rounds, order, memory, local)
 
 
+def replicated(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """What another rank's state has that holds for all: its residuals are its own, and its replica is the common one now."""
+    memory = {name: _common(slot) for name, slot in state["memory"].items()}
+    local, deltas = dict(state["local"]), state["local"]["deltas"]
+    local["drifted"] = False
+    if deltas is not None:
+        local["deltas"] = {**deltas, "memory": {name: _common(slot) for name, slot in deltas["memory"].items()}}
+    kept = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
+    return {**state, "rank": rank, "memory": memory, "kept": kept, "local": local}
+
+
+def _common(slot: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in slot.items() if key != "error"}
+
+
 def _check_deltas(deltas: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     missing = [key for key in ("anchors", "outer", "memory", "rounds", "norms", "skipped", "clean", "air") if key not in deltas]
     if missing:

@@ -85,7 +85,7 @@ def verdict(results: Results) -> str:
     best = min(good, key=lambda row: row.step_ms)
     share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
     return (
-        f"Take {best.strategy}: a loss {best.loss / base.loss - 1:+.1%} against ddp()'s, at "
+        f"Take {best.strategy}: a loss {round(best.loss / base.loss - 1, 3) + 0.0:+.1%} against ddp()'s, at "
         f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
         f"speed{share}. Measured on {measured}."
     )
