@@ -1,0 +1,64 @@
+"""`laconic run`: torchrun with a strategy, for a script that stays as it is."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from laconic.lab.link import Link, refusal, start
+from laconic.spec import strategy as read
+
+
+def launch(strategy: str, arguments: Sequence[str], link: Link, record: str | None = None) -> int:
+    """Start a script by torchrun's own launcher; returns the exit code of the first process that failed, or 0."""
+    from torch.distributed.run import parse_args
+
+    text = str(read(strategy))
+    parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    if parsed.no_python:
+        raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
+    script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
+    if not parsed.module and not os.path.isfile(parsed.training_script):
+        raise ValueError(f"there is no script {parsed.training_script}")
+    environment = {"LACONIC_STRATEGY": text} | ({"LACONIC_RECORD": record} if record else {})
+    command = [*script, *parsed.training_script_args]
+    if link.bits_per_second is not None:
+        return _rehearse(command, int(parsed.nproc_per_node), link, environment)
+    os.environ.update(environment)
+    parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.auto", command
+    alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint
+    if alone and parsed.master_port is None and "--master-addr" not in " ".join(arguments).replace("_", "-"):
+        parsed.standalone = True  # a free port: two runs on one machine don't meet
+    return _torchrun(parsed)
+
+
+def _torchrun(parsed: object) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    try:
+        run(parsed)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as signal:
+        return 128 + signal.sigval
+    return 0
+
+
+def _rehearse(command: Sequence[str], hosts: int, link: Link, environment: dict[str, str]) -> int:
+    """Each process on a host of its own behind a limited link, on this machine."""
+    problem = refusal(link)
+    if problem is not None:
+        raise ValueError(problem)
+    process = start([sys.executable, "-m", "laconic.auto", *command], hosts, link, {**os.environ, **environment})
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+        return process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

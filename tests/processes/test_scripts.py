@@ -1,0 +1,201 @@
+"""Scripts that know nothing of laconic, under `laconic run`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+NAMES = ["plain", "accumulate", "amp", "onecycle", "checkpoint_each", "checkpoint_first"]
+STRATEGIES = [
+    "ddp()", "powersgd(rank=2, warmup=2)", "int8()", "post_local_sgd(warmup=4, period=4)", "diloco(6)",
+    "streaming_diloco(6, fragments=2, delay=2)",
+]  # fmt: skip
+PAIRS = [(name, strategy) for name in NAMES for strategy in STRATEGIES]
+# With the tests below, each script and each strategy once; the rest is in the soak.
+CHOSEN = {(NAMES[place], STRATEGIES[place]) for place in (1, 2, 3)}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str], timeout: float = 150) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=timeout)
+
+
+def laconic_run(strategy: str, script: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
+    command = [sys.executable, "-m", "laconic.cli", "run", "-s", strategy, *options, "--nproc-per-node=2"]
+    return [*command, str(script), *arguments]
+
+
+def torchrun(script: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), *arguments]
+
+
+def final(folder: Path) -> list[dict[str, Tensor]]:
+    return [torch.load(folder / f"final-{rank}.pt") for rank in range(2)]
+
+
+def parameters_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one if "running" not in name)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [pytest.param(*pair, marks=[] if pair in CHOSEN else pytest.mark.soak) for pair in PAIRS]
+)
+def test_a_script_runs_and_its_replicas_end_equal(name: str, strategy: str, tmp_path: Path) -> None:
+    done = run(laconic_run(strategy, SCRIPTS / f"{name}.py", str(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^laconic: .* is attached to ", done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert ("with a GradScaler" in done.stderr) == (name == "amp")
+    first, second = final(tmp_path)
+    assert parameters_equal(first, second)
+    assert all(value.isfinite().all() for value in first.values())
+
+
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:])])
+def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path) -> None:
+    for folder in ("with", "without"):
+        (tmp_path / folder).mkdir()
+    with_, without = tmp_path / "with", tmp_path / "without"
+    assert run(laconic_run("ddp()", SCRIPTS / f"{name}.py", str(with_))).returncode == 0
+    for _ in range(4):  # torch's gloo threads may abort a process at its very end: see tests/test_docs.py
+        done = run(torchrun(SCRIPTS / f"{name}.py", str(without)))
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    for one, other in zip(final(with_), final(without), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["streaming_diloco(6, fragments=2, delay=2)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[:-1])],
+)
+def test_a_script_that_saves_on_every_rank_resumes_to_the_bit(strategy: str, tmp_path: Path) -> None:
+    for folder in ("whole", "broken"):
+        (tmp_path / folder).mkdir()
+    script, whole, broken = SCRIPTS / "checkpoint_each.py", tmp_path / "whole", tmp_path / "broken"
+    assert run(laconic_run(strategy, script, str(whole))).returncode == 0
+    assert run(laconic_run(strategy, script, str(broken), "--die-at=13")).returncode == 9, "the script's own exit code"
+    done = run(laconic_run(strategy, script, str(broken)))
+    assert done.returncode == 0, done.stderr
+    assert "laconic: all ranks loaded" not in done.stderr
+    for one, other in zip(final(whole), final(broken), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("strategy", ["diloco(6)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[1:])])
+def test_a_script_that_saves_on_the_first_rank_resumes_with_a_warning(strategy: str, tmp_path: Path) -> None:
+    script = SCRIPTS / "checkpoint_first.py"
+    assert run(laconic_run(strategy, script, str(tmp_path), "--die-at=13")).returncode == 9
+    done = run(laconic_run(strategy, script, str(tmp_path)))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("laconic: all ranks loaded the state of rank 0") == 1
+    assert parameters_equal(*final(tmp_path))
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_crash_is_the_scripts_own(tmp_path: Path) -> None:
+    script = written(
+        tmp_path, "import sys\n\ndef deep():\n    raise KeyError('gone')\n\nif __name__ == '__main__':\n    deep()\n"
+    )
+    done = run(laconic_run("int8()", script))
+    assert done.returncode == 1
+    assert done.stderr.count("KeyError: 'gone'") >= 1
+    trace = done.stderr[done.stderr.index("Traceback") :]
+    assert "runpy" not in trace
+    assert "auto.py" not in trace
+    assert f'File "{script}", line 6, in <module>' in trace
+
+
+def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: Path) -> None:
+    text = (
+        (SCRIPTS / "plain.py")
+        .read_text()
+        .replace(
+            "            optimizer.step()\n",
+            "            optimizer.step()\n            rank == 1 and epoch == 1 and sys.exit(7)\n",
+        )
+    )
+    start = time.monotonic()
+    done = run(laconic_run("diloco(6)", written(tmp_path, text), str(tmp_path)))
+    assert done.returncode == 7
+    assert time.monotonic() - start < 100
+
+
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    text = (SCRIPTS / "plain.py").read_text().replace("range(3)", "range(100000)")
+    command = laconic_run("int8()", written(tmp_path, text), str(tmp_path))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # an epoch is over
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("", "never built a DistributedDataParallel"),
+        (
+            "import torch.distributed as dist, torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+            "dist.init_process_group('gloo')\n"
+            "one, two = DDP(torch.nn.Linear(2, 2)), DDP(torch.nn.Linear(2, 2))\n"
+            "opt = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)\n"
+            "two(one(torch.ones(1, 2))).sum().backward(); opt.step()\ndist.destroy_process_group()",
+            "builds a second DistributedDataParallel",
+        ),
+    ],
+)
+def test_a_script_with_no_ddp_or_two_gets_a_sentence(body: str, sentence: str, tmp_path: Path) -> None:
+    done = run(laconic_run("int8()", written(tmp_path, body)))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(sentence) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["-s", "int7()", "plain.py"], "int8"),
+        (["-s", "int8()", "nowhere.py"], "there is no script nowhere.py"),
+        (["-s", "int8()"], "which script?"),
+        (["-s", "int8()", "--link", "5", "plain.py"], "a rate with its unit"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], sentence: str) -> None:
+    from typer.testing import CliRunner
+
+    from laconic.cli import app
+
+    done = CliRunner().invoke(app, ["run", *arguments])
+    assert done.exit_code != 0
+    assert sentence in " ".join(done.output.split())
+
+
+def test_plain_torchrun_with_one_import(tmp_path: Path) -> None:
+    text = (SCRIPTS / "plain.py").read_text().replace("import torch\n", "import torch\n\nimport laconic.auto\n", 1)
+    script = written(tmp_path, text)
+    environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "diloco(6)"}
+    for _ in range(4):
+        done = subprocess.run(torchrun(script, str(tmp_path)), capture_output=True, text=True, env=environment, timeout=150)
+        if "terminate called without an active exception" not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr
+    assert "laconic: diloco(period=6) is attached to Sequential" in done.stderr
+    assert parameters_equal(*final(tmp_path))
