@@ -26,14 +26,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.agreement import gather_texts
+from laconic.agreement import UnevenError, gather_texts
 from laconic.dispatch import Dispatcher
 from laconic.forecast import predict
 from laconic.run import Run, attach
 from laconic.spec import strategy as read
 from laconic.state import replicated
-from laconic.wire import Ledger, land
+from laconic.wire import CommunicationError, Ledger, land
 
+LOST_A_PEER = 75  # exit code; `laconic run` passes on the code of the rank that failed first, not of those that missed it
 KEY = "laconic"  # of the entry in an optimizer's state_dict
 
 
@@ -278,8 +279,17 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         error.__traceback__ = _from_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 130 if isinstance(error, KeyboardInterrupt) else LOST_A_PEER if _lost_a_peer(error) else 1
     _leave(code)
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    """Whether it failed only because another rank did."""
+    while error is not None:
+        if isinstance(error, CommunicationError | UnevenError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _leave(code: int) -> NoReturn:

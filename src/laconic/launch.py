@@ -36,11 +36,14 @@ def _torchrun(parsed: object) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
+    from laconic.auto import LOST_A_PEER
+
     try:
         run(parsed)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        codes = [failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode for failure in failures]
+        return next((code for code in codes if code != LOST_A_PEER), 1)
     except SignalException as signal:
         return 128 + signal.sigval
     return 0

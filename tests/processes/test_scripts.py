@@ -116,7 +116,7 @@ def test_a_crash_is_the_scripts_own(tmp_path: Path) -> None:
     trace = done.stderr[done.stderr.index("Traceback") :]
     assert "runpy" not in trace
     assert "auto.py" not in trace
-    assert f'File "{script}", line 6, in <module>' in trace
+    assert f'File "{script}", line 7, in <module>' in trace
 
 
 def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: Path) -> None:
