@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from laconic.composition import Strategy as Strategy
     from laconic.dryrun import simulate as simulate
     from laconic.forecast import predict as predict
+    from laconic.meter import Meter as Meter
     from laconic.outer import Adopt as Adopt
     from laconic.outer import Nesterov as Nesterov
     from laconic.outer import Outer as Outer
@@ -56,13 +57,13 @@ if TYPE_CHECKING:
     from laconic.replicas import ReplicaError as ReplicaError
     from laconic.routes import Route as Route
     from laconic.run import Run as Run
-    from laconic.run import Stats as Stats
     from laconic.run import attach as attach
     from laconic.run import check_replicas as check_replicas
     from laconic.schedules import QSR as QSR
     from laconic.schedules import Every as Every
     from laconic.schedules import Never as Never
     from laconic.spec import strategy as strategy
+    from laconic.stats import Stats as Stats
     from laconic.wire import AllGather as AllGather
     from laconic.wire import AllReduce as AllReduce
     from laconic.wire import AllToAll as AllToAll
@@ -79,6 +80,7 @@ _HOME = {
     "dryrun": ["simulate"],
     "forecast": ["predict"],
     "composition": ["Averaging", "Deltas", "Strategy"],
+    "meter": ["Meter"],
     "outer": ["Adopt", "Nesterov", "Outer", "SlowMo"],
     "recipes": [
         "bf16",
@@ -115,9 +117,10 @@ _HOME = {
     "reducers.warmup": ["Warmup"],
     "replicas": ["ReplicaError"],
     "routes": ["Route"],
-    "run": ["Run", "Stats", "attach", "check_replicas"],
+    "run": ["Run", "attach", "check_replicas"],
     "schedules": ["Every", "Never", "QSR"],
     "spec": ["strategy"],
+    "stats": ["Stats"],
     "wire": ["AllGather", "AllReduce", "AllToAll", "CommunicationError", "Exchange", "Reduced", "Traffic"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

@@ -26,15 +26,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.agreement import UnevenError, gather_texts
+from laconic.agreement import LOST_A_PEER, UnevenError, gather_texts
 from laconic.dispatch import Dispatcher
 from laconic.forecast import predict
+from laconic.meter import Meter
 from laconic.run import Run, attach
 from laconic.spec import strategy as read
 from laconic.state import replicated
 from laconic.wire import CommunicationError, Ledger, land
 
-LOST_A_PEER = 75  # exit code; `laconic run` passes on the code of the rank that failed first, not of those that missed it
 KEY = "laconic"  # of the entry in an optimizer's state_dict
 
 
@@ -85,6 +85,8 @@ class Auto:
         self._attached_once = True
         say(_attached(self.run))
         self._load(self.run)
+        if "LACONIC_RECORD" in os.environ:
+            Meter(self.run, os.environ["LACONIC_RECORD"], tensorboard="LACONIC_TENSORBOARD" in os.environ)
         Dispatcher.of(ddp).before_forward(ddp, inputs)  # registered too late for this forward
 
     def _over(self, ddp: DistributedDataParallel) -> list[Optimizer]:

@@ -1,5 +1,6 @@
 """Averaging of parameters, in place."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -30,29 +31,32 @@ class ParameterAverager:
         self._tensors = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
         self._ledger = ledger
 
-    def average(self, group: Group) -> None:
-        """All ranks of the group together."""
-        self._replace(group, mean)
+    def average(self, group: Group, *, measure: bool = False) -> float | None:
+        """All ranks of the group together. With `measure`, how far this rank's tensors were from the mean: a norm."""
+        moved = self._replace(group, mean, measure)
+        return math.sqrt(float(moved)) if measure else None
 
     def adopt_first(self, group: Group) -> None:
         """Instead of the mean, what the group's first rank has. Bytes: (N-1) * n * itemsize."""
         self._replace(group, _first)
 
     @torch.no_grad()
-    def _replace(self, group: Group, exchange: Callable[[Tensor, int, int], Exchange]) -> None:
+    def _replace(self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], measure: bool = False) -> float:
+        moved = 0.0
         views = [stored(tensor) for tensor in self._tensors]
         flats = [tensor.flatten() if view is None else view for tensor, view in zip(self._tensors, views, strict=True)]
         air: deque[tuple[Flight[Reduced], Sequence[Tensor]]] = deque()
         for pieces in chunks(flats):
             if len(air) == WINDOW:
-                _land(*air.popleft())
+                moved += _land(*air.popleft(), measure)
             flight = Flight(exchange(torch.cat(list(pieces)), group.rank, group.world), group, self._ledger)
             air.append((flight, pieces))
         while air:
-            _land(*air.popleft())
+            moved += _land(*air.popleft(), measure)
         for tensor, view, flat in zip(self._tensors, views, flats, strict=True):
             if view is None:  # it has gaps in memory, and was copied
                 tensor.copy_(flat.view(tensor.shape))
+        return moved
 
 
 def chunks(flats: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -90,8 +94,11 @@ def _first(flat: Tensor, rank: int, world: int) -> Exchange:
     return Reduced((yield AllGather(flat))[0])
 
 
-def _land(flight: Flight[Reduced], pieces: Sequence[Tensor]) -> None:
-    result = flight.complete()
+def _land(flight: Flight[Reduced], pieces: Sequence[Tensor], measure: bool) -> float:
+    result, moved = flight.complete(), 0.0
     result.finish()
     for target, piece in zip(pieces, torch.split(result.mean, [piece.numel() for piece in pieces]), strict=True):
+        if measure:
+            moved += float((target.double() - piece).square().sum())
         target.copy_(piece)
+    return moved

@@ -120,6 +120,8 @@ def run_(
     context: typer.Context,
     strategy: Annotated[str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(period=64)"')],
     link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
+    record: Annotated[Path | None, typer.Option(help="write what is sent, waited for and lost there: see watch")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="with --record, for TensorBoard too")] = False,
 ) -> None:
     """Run any DDP script, unchanged, under a strategy.
 
@@ -133,12 +135,39 @@ def run_(
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
     try:
-        code = launch(strategy, context.args, parse(link))
+        code = launch(strategy, context.args, parse(link), record, tensorboard=tensorboard)
     except (ValueError, TypeError) as error:
         _fail(error)
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="the --record of a run")],
+    once: Annotated[bool, typer.Option("--once", help="how it stands now, and no more")] = False,
+) -> None:
+    """Show a run while it goes on, from another terminal, until it ends."""
+    from laconic.report.watching import watch as show_run
+
+    try:
+        show_run(folder, _console(), once=once)
+    except ValueError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="the --record of a run")]) -> None:
+    """Make a page with charts out of a run's records."""
+    from laconic.report import run_page
+
+    try:
+        typer.echo(f"charts: {run_page.write(folder)}")
+    except (ValueError, OSError) as error:
+        _fail(error)
 
 
 @app.command()

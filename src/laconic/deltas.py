@@ -13,6 +13,7 @@ from laconic.averaging import WINDOW
 from laconic.bucket import Bucket, Slot, local, pack, unflatten
 from laconic.composition import Deltas
 from laconic.outliers import Norms
+from laconic.probe import Probe, sync_of_deltas
 from laconic.reducers.base import finite
 from laconic.wire import Flight, Ledger, Reduced, TorchGroup
 
@@ -45,10 +46,12 @@ class DeltaAverager:
         inner: Sequence[tuple[Sequence[str], Callable[[], float]]],
         rates: bool,
         on_reset: Callable[[Sequence[str]], None],
+        probe: Probe,
     ) -> None:
         self.fragments = fragments
         self._parameters = {name: local(parameter) for name, parameter in parameters.items()}
         self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
+        self._probe = probe
         self._on_reset = on_reset  # told the names of parameters that went back to the anchor
         self._rates = [rate for _, rate in inner] if rates else []
         self._memory: dict[str, Slot] = {name: {} for name in parameters}
@@ -136,12 +139,10 @@ class DeltaAverager:
         for bucket in self._bucketed(fragment, step):
             if len(air) >= WINDOW:
                 air[-WINDOW][1].complete()
-            air.append((bucket, Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)))
+            air.append((bucket, Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)))
         for _, flight in air:
             flight.complete()
-        for bucket, flight in air:
-            self._apply(bucket, flight)
-        self._over(fragment)
+        self._apply_all(fragment, step, present, air)
         return present
 
     def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
@@ -149,7 +150,7 @@ class DeltaAverager:
         present, cargo = self._call(step, sum(float(bucket.flat.double().square().sum()) for bucket in buckets)), []
         for bucket in buckets:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
-            flight = Flight(self._deltas.reducer.reduce(bucket), self._group, self._ledger)
+            flight = Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)
             cargo.append(_Cargo(bucket, flight, self._expected.get(bucket.names[0], 1), delta))
         return _Airborne(fragment, step, present, cargo)
 
@@ -164,12 +165,18 @@ class DeltaAverager:
             self._skip(airborne.fragment, problem, airborne.launched)
             return airborne.present.result
         self._use_rates(airborne.present.result)
-        for cargo in airborne.cargo:
-            self._apply(cargo.bucket, cargo.flight)
-        self._over(airborne.fragment)
+        pairs = [(cargo.bucket, cargo.flight) for cargo in airborne.cargo]
+        self._apply_all(airborne.fragment, airborne.launched, airborne.present.result, pairs)
         return airborne.present.result
 
-    def _over(self, fragment: int) -> None:
+    def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence[tuple[Bucket, Flight[Reduced]]]) -> None:
+        square = 0.0
+        for bucket, flight in air:
+            mean = self._apply(bucket, flight)
+            if self._probe.watching:
+                square += float(mean.double().square().sum())
+        if self._probe.watching:
+            self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, square))
         if self._deltas.blend == 0:
             self._clean.add(fragment)
 
@@ -195,7 +202,7 @@ class DeltaAverager:
             for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
                 group["rate"] = rate
 
-    def _apply(self, bucket: Bucket, flight: Flight[Reduced]) -> None:
+    def _apply(self, bucket: Bucket, flight: Flight[Reduced]) -> Tensor:
         result, blend = flight.complete(), self._deltas.blend
         good = finite(result.mean) if result.good is None else result.good
         result.finish()
@@ -219,6 +226,7 @@ class DeltaAverager:
             parameter = self._parameters[name]
             there = anchor.to(parameter.device)
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
+        return result.mean
 
     def _delta(self, name: str) -> Tensor:
         return self.anchors[name] - self._parameters[name].to(self.anchors[name].device)

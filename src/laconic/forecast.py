@@ -15,6 +15,7 @@ from laconic.composition import Averaging, Strategy
 from laconic.deltas import BUCKET_BYTES
 from laconic.fragments import fragments, launches
 from laconic.reducers.base import Reducer
+from laconic.reducers.exact import Exact
 from laconic.reducers.warmup import Warmup
 from laconic.routes import AUTO, Scope
 from laconic.schedules import Schedule
@@ -82,6 +83,24 @@ def predict(
         if between is not None:
             total += between.after(now)
     return total
+
+
+def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> dict[str, int]:
+    """Wire bytes of one exchange, by parameter, as if each were sent alone; 0 where the strategy sends none.
+
+    >>> import torch
+    >>> layer_bytes("ddp()", torch.nn.Linear(10, 10), 2)
+    {'weight': 400, 'bias': 40}
+    """
+    chosen = read(strategy)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    reducer: Reducer | None = chosen.reducer if chosen.route.at(LATE) is not None else None
+    if chosen.averaging is not None:
+        reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
+    if reducer is None:
+        return dict.fromkeys(named, 0)
+    return {name: _exchange(reducer, named, [name], world_size, LATE, LATE).wire_bytes for name in named}
 
 
 def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic.bucket import Bucket, Slot
+from laconic.probe import Probe
 from laconic.reducers.base import Reducer
 from laconic.wire import PATIENCE_SECONDS, CommunicationError, Flight, Group, Ledger, Reduced
 
@@ -63,6 +64,7 @@ class GradientHook:
         self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
         self.strategy = ""  # what a person calls it, in errors
         self.rounds = 0
+        self.probe = Probe()
         self._names, self._memory, self._ledger = names, memory, ledger
         self._depth = depth
         self._layouts: list[_Layout] = []
@@ -89,7 +91,7 @@ class GradientHook:
         number = len(self._air)
         try:
             bucket = self._bucket(gradients, number)
-            flight = Flight(self.reducer.reduce(bucket), self.group, self._ledger)
+            flight = Flight(self.probe.reduce(self.reducer, bucket), self.group, self._ledger)
             future = new_future(bucket.flat.device)
             self._air.append(_Airborne(flight, future, self._expected[number]))
             if gradients.is_last():

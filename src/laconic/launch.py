@@ -3,12 +3,16 @@
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from laconic.agreement import LOST_A_PEER
 from laconic.lab.link import Link, refusal, start
 from laconic.spec import strategy as read
 
 
-def launch(strategy: str, arguments: Sequence[str], link: Link, record: str | None = None) -> int:
+def launch(
+    strategy: str, arguments: Sequence[str], link: Link, record: Path | None = None, *, tensorboard: bool = False
+) -> int:
     """Start a script by torchrun's own launcher; returns the exit code of the first process that failed, or 0."""
     from torch.distributed.run import parse_args
 
@@ -17,9 +21,15 @@ def launch(strategy: str, arguments: Sequence[str], link: Link, record: str | No
     if parsed.no_python:
         raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
     script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
-    if not parsed.module and not os.path.isfile(parsed.training_script):
+    if not parsed.module and not Path(parsed.training_script).is_file():
         raise ValueError(f"there is no script {parsed.training_script}")
-    environment = {"LACONIC_STRATEGY": text} | ({"LACONIC_RECORD": record} if record else {})
+    environment = {"LACONIC_STRATEGY": text}
+    if record is not None:
+        environment["LACONIC_RECORD"] = str(record.resolve())
+    if tensorboard:
+        if record is None:
+            raise ValueError("--tensorboard writes into the folder that --record names; give one")
+        environment["LACONIC_TENSORBOARD"] = "1"
     command = [*script, *parsed.training_script_args]
     if link.bits_per_second is not None:
         return _rehearse(command, int(parsed.nproc_per_node), link, environment)
@@ -35,8 +45,6 @@ def _torchrun(parsed: object) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
-
-    from laconic.auto import LOST_A_PEER
 
     try:
         run(parsed)  # type: ignore[no-untyped-call]

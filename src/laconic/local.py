@@ -14,6 +14,7 @@ from laconic.deltas import DeltaAverager
 from laconic.fragments import fragments, launches
 from laconic.groups import AIR, Groups
 from laconic.moments import Moments
+from laconic.probe import Probe, Sync
 from laconic.schedules import QSR, Every, Schedule
 from laconic.wire import Ledger, TorchGroup, land
 
@@ -36,10 +37,12 @@ class LocalUpdates:
         control: Ledger,
         device: torch.device,
         step: int,
+        probe: Probe,
     ) -> None:
         self.syncs = 0
         self._averaging, self._parameters, self._buffers, self._optimizers = averaging, parameters, buffers, optimizers
         self._groups, self._ledger, self._control, self._device = groups, ledger, control, device
+        self._probe = probe
         self.moments = Moments(optimizers, parameters, ledger, control, device)
         self._drifted = False
         self._last, self._rate = step, None  # type: int, float | None
@@ -97,6 +100,7 @@ class LocalUpdates:
             inner,
             rates,
             self.moments.forget_bad,
+            self._probe,
         )
         self.deltas.restart()
         return self.deltas
@@ -122,7 +126,9 @@ class LocalUpdates:
         meet()
         rates = [rate() for _, rate in self._inner()] if self._follows_rate else []
         present = land(roll(step, 0.0, rates, group, self._device), group, self._control)
-        ParameterAverager(self._parameters, self._ledger).average(group)
+        moved = ParameterAverager(self._parameters, self._ledger).average(group, measure=self._probe.watching)
+        if moved is not None:
+            self._probe.syncs.append(Sync(step, moved))
         if group.world == world.world:
             self._drifted = False
         return present, group

@@ -5,7 +5,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -26,6 +25,7 @@ from laconic.groups import ASIDE, Groups, control_device
 from laconic.hook import GradientHook
 from laconic.local import LocalUpdates
 from laconic.plan import Plan, attached, check, check_route, scopes
+from laconic.probe import Probe
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
 from laconic.replay import Readiness, replay
@@ -33,23 +33,8 @@ from laconic.replicas import compare
 from laconic.routes import silent
 from laconic.spec import strategy as read
 from laconic.state import VERSION, checked
+from laconic.stats import Observer, Stats
 from laconic.wire import CommunicationError, Ledger, TorchGroup, land
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What one rank has done so far."""
-
-    steps: int  # attempted optimizer steps
-    rounds: int  # exchanges of all gradients
-    syncs: int  # averagings of the parameters that were due
-    collectives: int
-    payload_bytes: int  # handed to collectives
-    wire_bytes: int  # put on the cable for them, at the least
-    wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
-    skipped: int  # rounds of deltas that moved nothing, because they were not finite or out of line
-    aside_bytes: int  # wire bytes of `consensus`, which is no part of training
-    wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
 
 
 class _Stop(BaseException):
@@ -127,12 +112,13 @@ class Run:
         self._in_consensus = False
         self._last_tasks: list[Callable[[], object]] = []
         self._live = True
+        self._probe, self._observers = Probe(), []  # type: Probe, list[Observer]
         self._hook: GradientHook | None = None
         if plan.ddp is not None:
             self._hook = GradientHook(plan.strategy.reducer, self._group, names, self._memory, self._ledger)
             if plan.scaler is not None and plan.scaler.is_enabled():
                 self._hook.scale = plan.scaler._get_scale_async  # type: ignore[assignment]  # set before any backward
-            self._hook.strategy = str(plan.strategy)
+            self._hook.strategy, self._hook.probe = str(plan.strategy), self._probe
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self._hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
@@ -178,6 +164,8 @@ class Run:
         syncs = self._local.syncs if self.strategy.averaging else step
         if self._check_every and syncs > (before if self.strategy.averaging else step - 1) and syncs % self._check_every == 0:
             check_replicas(self)
+        for observer in self._observers:
+            observer.stepped()
 
     def _before_forward(self) -> None:
         syncs = torch.is_grad_enabled() and self._ddp is not None and self._ddp.require_backward_grad_sync
@@ -255,6 +243,7 @@ class Run:
             wait_seconds=self._ledger.wait_seconds,
             skipped=self._local.skipped,
             aside_bytes=self._aside.total.wire_bytes,
+            work_seconds=self._ledger.work_seconds,
             wire_bytes_by_kind={kind: cost.wire_bytes for kind, cost in self._ledger.kinds.items()},
         )
 
@@ -338,6 +327,8 @@ class Run:
             for task in self._last_tasks:
                 task()
         self._live = False
+        for observer in self._observers:
+            observer.ended()
         drifted = self._drifted
         self._clock.stop()
         if self._readiness is not None:
@@ -392,6 +383,12 @@ class Run:
     def before_detach(self, task: Callable[[], object]) -> None:
         """Have this done, unless an exception ends the run, while its process groups are still there."""
         self._last_tasks = [task]
+
+    def observe(self, observer: Observer) -> Probe:
+        """Have it told of every step and of the end; the probe is what it can look through."""
+        self._require_live("observe")
+        self._observers.append(observer)
+        return self._probe
 
     def aside(self) -> TorchGroup:
         """All its ranks on a gloo group that nobody else uses; all ranks ask for it together."""
@@ -465,6 +462,7 @@ class Run:
             self._control,
             self._device,
             self._clock.step,
+            self._probe,
         )
 
     def _equalise_scaler(self) -> None:

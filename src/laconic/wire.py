@@ -136,6 +136,7 @@ class Ledger:
 
     kinds: dict[str, Traffic] = field(default_factory=dict)  # by kind of collective
     wait_seconds: float | None = 0.0  # time the thread stood still; None: unknown, because waiting doesn't block the host there
+    work_seconds: float = 0.0  # in which exchanges encoded and decoded, on the host
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=4096))
 
     @property
@@ -318,6 +319,7 @@ class Flight(Generic[Answer]):
 
     def _proceed(self, answer: Tensor | None) -> None:
         self._answer = None  # the generator may now free what it was sent
+        began = time.perf_counter()
         try:
             collective = next(self._rounds) if answer is None else self._rounds.send(answer)
             while collective.tensor.numel() == 0:  # nothing to say: not worth a message
@@ -325,6 +327,8 @@ class Flight(Generic[Answer]):
         except StopIteration as stop:
             self._result, self.over = stop.value, True
             return
+        finally:
+            self._ledger.work_seconds += time.perf_counter() - began
         self._row = self._ledger.launch(collective, self._group.world)
         with _explained(self._row):
             self._handle = self._group.launch(collective)

@@ -63,7 +63,7 @@ def as_without_a_hook(rank: int, library: str) -> None:
     assert same_bits(*final)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_allreduce_is_ddp_to_the_bit(world: int) -> None:
     ranks(world, as_without_a_hook, "laconic")
 

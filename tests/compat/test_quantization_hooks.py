@@ -39,7 +39,7 @@ def bounded(rank: int, world: int, library: str, hook: str) -> None:
             assert one.dtype == torch.float32
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("hook", HOOKS)
 @but_torch("gathers tensors in a shape that gloo refuses")
 def test_the_error_is_within_two_roundings(world: int, library: str, hook: str) -> None:

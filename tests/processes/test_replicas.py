@@ -40,7 +40,7 @@ def sleepy(rank: int, reducer: Reducer, steps: int, seed: int) -> int:
 
 @pytest.mark.parametrize("reducer", FIRST, ids=str)
 def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
-    assert min(ranks(4, sleepy, reducer, 25, 0)) >= 6
+    assert min(ranks(4, sleepy, reducer, 12, 0)) >= 6
 
 
 @pytest.mark.soak
@@ -67,7 +67,7 @@ def count(rank: int, reducer: Reducer) -> None:
             before = total
 
 
-@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.soak) for world in (2, 4, 5))])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 2, 4, 5))])
 @every
 def test_predicted_bytes_are_counted_bytes(world: int, reducer: Reducer) -> None:
     ranks(world, count, reducer)

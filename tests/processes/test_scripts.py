@@ -149,24 +149,34 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
         os.killpg(process.pid, 0)
 
 
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        ("", "never built a DistributedDataParallel"),
-        (
-            "import torch.distributed as dist, torch\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
-            "dist.init_process_group('gloo')\n"
-            "one, two = DDP(torch.nn.Linear(2, 2)), DDP(torch.nn.Linear(2, 2))\n"
-            "opt = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)\n"
-            "two(one(torch.ones(1, 2))).sum().backward(); opt.step()\ndist.destroy_process_group()",
-            "builds a second DistributedDataParallel",
-        ),
-    ],
-)
-def test_a_script_with_no_ddp_or_two_gets_a_sentence(body: str, sentence: str, tmp_path: Path) -> None:
-    done = run(laconic_run("int8()", written(tmp_path, body)))
+def test_a_script_without_a_ddp_gets_a_sentence(tmp_path: Path) -> None:
+    script = written(tmp_path, "print('done')")
+    environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
+    command = [sys.executable, "-m", "laconic.auto", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert done.stderr.count("never built a DistributedDataParallel") == 1
+
+
+TWO = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+one, two = (DistributedDataParallel(torch.nn.Linear(2, 2)) for _ in range(2))
+optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+two(one(torch.ones(1, 2))).sum().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
+    command = [sys.executable, "-m", "laconic.auto", str(written(tmp_path, TWO))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count(sentence) == 1
+    assert done.stderr.count("builds a second DistributedDataParallel") == 1
+    assert done.stderr.count("is attached to") == 1
 
 
 @pytest.mark.parametrize(
@@ -199,3 +209,27 @@ def test_plain_torchrun_with_one_import(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "laconic: diloco(period=6) is attached to Sequential" in done.stderr
     assert parameters_equal(*final(tmp_path))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("inside", [True, False], ids=["the module", "the DDP"])
+def test_a_script_that_compiles(inside: bool, tmp_path: Path) -> None:
+    """The backend is one that needs no C++ compiler; buckets of DDP and graphs of dynamo are cut alike with all of them."""
+    text = (SCRIPTS / "plain.py").read_text()
+    if inside:
+        text = text.replace("model = DDP(nn.Sequential(", "model = DDP(torch.compile(backend='aot_eager', model=nn.Sequential(")
+        text = text.replace("nn.Linear(64, 5)))", "nn.Linear(64, 5))))")
+    else:
+        text = text.replace("    optimizer =", "    model = torch.compile(model, backend='aot_eager')\n    optimizer =")
+    finals = []
+    for name, script in (("compiled", text), ("eager", (SCRIPTS / "plain.py").read_text())):
+        (tmp_path / name).mkdir()
+        done = run(laconic_run("diloco(6)", written(tmp_path / name, script), str(tmp_path / name)))
+        assert done.returncode == 0, done.stderr
+        assert "is attached to" in done.stderr
+        assert parameters_equal(*final(tmp_path / name))
+        finals.append(final(tmp_path / name)[0])
+    compiled, eager = finals
+    for key, value in eager.items():
+        found = compiled.get(key, compiled.get(f"_orig_mod.{key}"))
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-6)

@@ -48,7 +48,7 @@ def loss_over(results: Results, column: int, title: str, *, log: bool = False) -
             }
         )
     axis = {"title": {"text": title}, "type": "log" if log else "linear", "exponentformat": "SI", "automargin": True}
-    return {"data": traces, "layout": _layout(xaxis=axis, yaxis={"title": {"text": "held-out loss"}, "automargin": True})}
+    return {"data": traces, "layout": layout(xaxis=axis, yaxis={"title": {"text": "held-out loss"}, "automargin": True})}
 
 
 def bytes_per_step(results: Results) -> Figure:
@@ -70,7 +70,7 @@ def bytes_per_step(results: Results) -> Figure:
     ends = [math.log10(size([row.bytes_per_step for row in sending] or [1])) for size in (min, max)]
     axis = {"title": {"text": "bytes a step and worker"}, "type": "log", "exponentformat": "SI", "automargin": True}
     axis["range"] = [math.floor(ends[0]) - 0.5, ends[1] + 0.1]  # without it, the shortest bar would have no length
-    return {"data": traces, "layout": _layout(xaxis=axis, yaxis=_names(), barmode="overlay")}
+    return {"data": traces, "layout": layout(xaxis=axis, yaxis=_names(), barmode="overlay")}
 
 
 def timeline(results: Results) -> Figure:
@@ -99,7 +99,7 @@ def timeline(results: Results) -> Figure:
                 }
             )
     axis = {"title": {"text": f"seconds, of the last {TIMELINE_STEPS} steps"}, "automargin": True}
-    return {"data": traces, "layout": _layout(xaxis=axis, yaxis=_names(), barmode="overlay")}
+    return {"data": traces, "layout": layout(xaxis=axis, yaxis=_names(), barmode="overlay")}
 
 
 def _by_strategy(results: Results) -> dict[str, list[Record]]:
@@ -125,7 +125,7 @@ def _names() -> dict[str, Any]:
     return {"automargin": True, "autorange": "reversed"}
 
 
-def _layout(**parts: Any) -> dict[str, Any]:
+def layout(**parts: Any) -> dict[str, Any]:
     """Room for the legend below, so that a phone's width is left to the chart."""
     return {
         "margin": {"l": 50, "r": 15, "t": 10, "b": 40},

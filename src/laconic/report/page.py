@@ -1,10 +1,11 @@
-"""A comparison as one HTML file: it carries all that it needs, and asks the network for nothing."""
+"""A comparison, or a run, as one HTML file: it carries all that it needs, and asks the network for nothing."""
 
 import html
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from laconic.report.charts import figures
+from laconic.report.charts import Figure, figures
 from laconic.report.records import Results, write_whole
 from laconic.report.summary import ground, rows, verdict
 from laconic.report.terminal import cells, columns, legend
@@ -33,7 +34,8 @@ let repeating = false;
 for (const chart of charts) chart.on('plotly_restyle', async () => {
   if (repeating) return;
   repeating = true;
-  const shown = Object.fromEntries(chart.data.map(trace => [trace.legendgroup, trace.visible ?? true]));
+  const named = chart.data.filter(trace => trace.legendgroup);
+  const shown = Object.fromEntries(named.map(trace => [trace.legendgroup, trace.visible ?? true]));
   for (const other of charts) if (other !== chart)
     await Plotly.restyle(other, {visible: other.data.map(trace => shown[trace.legendgroup] ?? trace.visible ?? true)});
   repeating = false;
@@ -49,13 +51,38 @@ def write(results: Results, folder: Path) -> Path:
 
 
 def page(results: Results) -> str:
-    """All of it as text. What came from the user is escaped."""
+    """A comparison. What came from the user is escaped."""
+    body = [[*cells(row, results)] for row in rows(results)]
+    return document(
+        f"{results.task}, {results.workers} workers, link {results.link}",
+        verdict(results),
+        [columns(results), *body],
+        legend(results),
+        figures(results),
+        "A click on a name in a legend switches that strategy off and on in all charts; a double click shows it alone. "
+        "silent() sends nothing, so it has no place on an axis of bytes. Waiting is drawn at the end of its step.",
+        [ground(results), ", ".join(f"{name} {version}" for name, version in results.versions.items())],
+    )
+
+
+def document(
+    title: str,
+    lead: str,
+    table: Sequence[Sequence[str]],
+    legend: str,
+    charts: Mapping[str, Figure],
+    note: str,
+    grounds: Sequence[str],
+) -> str:
+    """The page: all text is escaped here, and nothing else."""
     from plotly.offline import get_plotlyjs  # slow to import, and not needed for tables
 
-    title = html.escape(f"{results.task}, {results.workers} workers, link {results.link}")
-    charts = "\n".join(
+    def small(text: str) -> str:
+        return f'<p class="small">{html.escape(text)}</p>'
+
+    drawn = "\n".join(
         f'<h2>{html.escape(heading)}</h2>\n<div class="chart"></div><script type="application/json">{_json(figure)}</script>'
-        for heading, figure in figures(results).items()
+        for heading, figure in charts.items()
     )
     return f"""<!doctype html>
 <html lang="en">
@@ -63,20 +90,18 @@ def page(results: Results) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,">
-<title>laconic: {title}</title>
+<title>laconic: {html.escape(title)}</title>
 <style>{STYLE}</style>
 </head>
 <body>
-<h1>{title}</h1>
-<p class="verdict">{html.escape(verdict(results))}</p>
-<div class="wide">{_table(results)}</div>
-<p class="small">{html.escape(legend(results))}</p>
-{charts}
-<p class="small">A click on a name in a legend switches that strategy off and on in all charts; a double click shows it
-alone. silent() sends nothing, so it has no place on an axis of bytes. Waiting is drawn at the end of its step.</p>
+<h1>{html.escape(title)}</h1>
+<p class="verdict">{html.escape(lead)}</p>
+<div class="wide">{_table(table)}</div>
+{small(legend)}
+{drawn}
+{small(note)}
 <h2>What this rests on</h2>
-<p class="small">{html.escape(ground(results))}</p>
-<p class="small">{html.escape(", ".join(f"{name} {version}" for name, version in results.versions.items()))}</p>
+{"".join(map(small, grounds))}
 <script>{get_plotlyjs()}</script>
 <script>{SCRIPT}</script>
 </body>
@@ -84,12 +109,13 @@ alone. silent() sends nothing, so it has no place on an axis of bytes. Waiting i
 """
 
 
-def _table(results: Results) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(results))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row, results)) + "</tr>\n" for row in rows(results)
-    )
-    return f"<table>\n<tr>{head}</tr>\n{body}</table>"
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """The first line is the head."""
+    made = [
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>"
+        for tag, line in zip(["th", *["td"] * len(lines)], lines, strict=False)
+    ]
+    return "<table>\n" + "\n".join(made) + "\n</table>"
 
 
 def _json(data: object) -> str:

@@ -1,0 +1,183 @@
+"""The meter: what a run sends, how long it waits and what it loses, step by step, to files that others can read.
+
+    with laconic.attach(model, optimizer, "int8()") as run:
+        laconic.Meter(run, "runs/first")
+
+Every rank writes `rank-R.jsonl`: a line a step, of what is counted anyway; a line a sync; and, every `every` steps, a line of
+what compression lost in each layer, which takes passes over the data. `laconic watch runs/first` shows it while it runs,
+`laconic report runs/first` makes a page of it.
+"""
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from laconic.forecast import layer_bytes
+from laconic.run import Run
+from laconic.stats import Stats
+
+VERSION = 1
+FLUSH_SECONDS = 1.0
+
+
+class Sink(Protocol):
+    """Where rows go."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One row."""
+        ...
+
+    def close(self) -> None:
+        """No more will come."""
+        ...
+
+
+class Meter:
+    """Writes a run's rows to a folder until the run ends; all ranks make one.
+
+    `every`: steps between two looks into the layers; 0: never. With `tensorboard`, the first rank writes the same numbers for
+    TensorBoard, which must be installed, into the folder `tensorboard`.
+    """
+
+    def __init__(self, run: Run, folder: str | Path, *, every: int = 100, tensorboard: bool = False) -> None:
+        if every < 0:
+            raise ValueError(f"every must be a number of steps, or 0 for never, got {every!r}")
+        self._run, self._every = run, every
+        folder, rank = Path(folder), run.group.rank
+        self._sinks: list[Sink] = [JsonLines(folder / f"rank-{rank}.jsonl")]
+        if tensorboard and rank == 0:
+            self._sinks.append(TensorBoard(folder / "tensorboard"))
+        self._bytes: dict[str, int] = {}
+        self._before, self._time = run.stats(), time.perf_counter()
+        self._probe = run.observe(self)
+        self._probe.watching = True
+        self._look_ahead()
+        self._write(self._start())
+
+    def stepped(self) -> None:
+        """The run has made a step."""
+        stats, now, before = self._run.stats(), time.perf_counter(), self._before
+        waited = None if stats.wait_seconds is None else stats.wait_seconds - (before.wait_seconds or 0.0)
+        self._write(
+            {
+                "kind": "step",
+                "step": stats.steps,
+                "time": time.time(),
+                "seconds": now - self._time,
+                "payload_bytes": stats.payload_bytes - before.payload_bytes,
+                "wire_bytes": stats.wire_bytes - before.wire_bytes,
+                "collectives": stats.collectives - before.collectives,
+                "wait_seconds": waited,
+                "work_seconds": stats.work_seconds - before.work_seconds,
+            }
+        )
+        for sync in self._probe.syncs:
+            self._write({"kind": "sync", **{key: getattr(sync, key) for key in sync.__dataclass_fields__}})
+        self._probe.syncs.clear()
+        if self._probe.layers:
+            self._write({"kind": "layers", "step": stats.steps, "layers": self._layers()})
+            self._probe.layers.clear()
+        self._look_ahead()
+        self._before, self._time = stats, now
+
+    def ended(self) -> None:
+        """The run is over."""
+        self._probe.watching = self._probe.looking = False
+        self._write({"kind": "end", "time": time.time(), **_totals(self._run.stats())})
+        for sink in self._sinks:
+            sink.close()
+
+    def _look_ahead(self) -> None:
+        """Layers are looked at in the exchanges that follow this step, until one has come."""
+        if self._every and self._run.step % self._every == 0:
+            self._probe.looking = True
+        elif self._probe.looking and not self._probe.layers and self._run.strategy.averaging is not None:
+            return  # what is averaged seldom is looked at when it is
+        else:
+            self._probe.looking = False
+
+    def _layers(self) -> dict[str, dict[str, float | None]]:
+        if not self._bytes:
+            self._bytes = layer_bytes(self._run.strategy, self._run.model, self._run.group.world)
+        return {
+            name: {
+                "error": layer.error,
+                "residual": None if layer.residual is None else float(layer.residual),
+                "wire_bytes": self._bytes.get(name),
+            }
+            for name, layer in self._probe.layers.items()
+        }
+
+    def _start(self) -> dict[str, Any]:
+        run = self._run
+        return {
+            "kind": "start",
+            "version": VERSION,
+            "time": time.time(),
+            "strategy": str(run.strategy),
+            "rank": run.group.rank,
+            "world": run.group.world,
+            "step": run.step,
+            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "torch": torch.__version__,
+            "host": platform.node(),
+        }
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.write(row)
+
+
+class JsonLines:
+    """A line a row. A run that goes on, after a restart, goes on in the same file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1 << 16)
+        self._flushed = time.monotonic()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """The numbers of all rows as scalars: `laconic/wire_bytes`, `laconic/sync/cosine`, `laconic/error/<layer>`, ..."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("tensorboard=True needs TensorBoard: pip install tensorboard") from error
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if row["kind"] == "layers":
+            for name, layer in row["layers"].items():
+                self._scalars({f"{key}/{name}": value for key, value in layer.items() if key != "wire_bytes"}, row["step"])
+        elif row["kind"] in ("step", "sync"):
+            prefix = "sync/" if row["kind"] == "sync" else ""
+            numbers = {f"{prefix}{key}": value for key, value in row.items() if key not in ("kind", "step", "time")}
+            self._scalars(numbers, row["step"])
+
+    def _scalars(self, numbers: Mapping[str, float | None], step: int) -> None:
+        for name, value in numbers.items():
+            if value is not None:
+                self._writer.add_scalar(f"laconic/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _totals(stats: Stats) -> dict[str, Any]:
+    return {key: getattr(stats, key) for key in stats.__dataclass_fields__}

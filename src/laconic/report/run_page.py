@@ -1,0 +1,188 @@
+"""A real run as a page, out of what its meter wrote down."""
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laconic.report.charts import COLOURS, TIMELINE_STEPS, Figure, layout
+from laconic.report.page import FILE, document
+from laconic.report.records import write_whole
+from laconic.report.runs import RankRecord, read
+from laconic.report.terminal import human
+
+MOST_LAYERS, MOST_POINTS = 40, 2000
+LEGEND = (
+    "step: mean time of a step. Bytes: what this rank put on the cable in a step, on average, counted. waiting: share of the "
+    "time in which the training thread stood still for a collective. encoding: share in which exchanges encoded and decoded."
+)
+
+
+def write(folder: Path) -> Path:
+    """The report next to the records."""
+    path = folder / FILE
+    write_whole(path, page(read(folder)))
+    return path
+
+
+def page(records: list[RankRecord]) -> str:
+    """A run of which some steps have been made."""
+    going = [record for record in records if record.steps]
+    if not going:
+        raise ValueError("no step has been recorded yet")
+    first = going[0]
+    title = f"{first.start['strategy']}, {first.start['world']} ranks"
+    table = [["rank", "steps", "step", "bytes/step", "waiting", "encoding", "ended"], *map(_cells, going)]
+    charts = {
+        "Bytes against seconds": _lines(going, "bytes that one rank put on the cable", "seconds", _cumulative),
+        "Step by step": _lines(going, "milliseconds", "step", _step_ms),
+        "Where the time goes": _timeline(going),
+    }
+    if first.syncs:
+        charts["Between replicas"] = _syncs(first)
+    if first.layers:
+        charts["What compression loses"] = _layers(first)
+    note = (
+        "A click on a name in a legend switches it off and on; waiting is drawn pale, at the end of its step. Between "
+        f"replicas: of rank {first.rank}. What compression loses: ||x - sent|| / ||x||, in the last look; "
+        f"the {MOST_LAYERS} largest."
+    )
+    grounds = f"{first.start['parameters']:,} parameters, torch {first.start['torch']}, on {first.start['host']}."
+    return document(title, _lead(going), table, LEGEND, charts, note, [grounds])
+
+
+def _lead(records: list[RankRecord]) -> str:
+    first = records[0]
+    seconds, sent = first.mean("seconds"), first.mean("wire_bytes")
+    waits = [share for record in records if (share := _share(record, "wait_seconds")) is not None]
+    waiting = f"; waiting took {min(waits):.0%} to {max(waits):.0%} of the time, by rank" if waits else ""
+    return (
+        f"{len(first.steps)} steps of {first.start['strategy']} on {first.start['world']} ranks, "
+        f"{(seconds or 0) * 1e3:.1f} ms and {human(sent)} a step{waiting}."
+    )
+
+
+def _cells(record: RankRecord) -> list[str]:
+    shares = [_share(record, key) for key in ("wait_seconds", "work_seconds")]
+    return [
+        str(record.rank),
+        str(len(record.steps)),
+        f"{(record.mean('seconds') or 0) * 1e3:.1f} ms",
+        human(record.mean("wire_bytes")),
+        *("" if share is None else f"{share:.0%}" for share in shares),
+        "yes" if record.end else "no",
+    ]
+
+
+def _share(record: RankRecord, key: str) -> float | None:
+    part, whole = record.mean(key), record.mean("seconds")
+    return None if part is None or not whole else part / whole
+
+
+def _named(record: RankRecord) -> dict[str, Any]:
+    return {"name": f"rank {record.rank}", "legendgroup": f"rank {record.rank}"}
+
+
+def _colour(place: int) -> str:
+    return COLOURS[place % len(COLOURS)]
+
+
+def _cumulative(record: RankRecord) -> list[tuple[float, float]]:
+    seconds = sent = 0.0
+    points = []
+    for row in record.steps:
+        seconds, sent = seconds + row["seconds"], sent + row["wire_bytes"]
+        points.append((seconds, sent))
+    return points
+
+
+def _step_ms(record: RankRecord) -> list[tuple[float, float]]:
+    return [(row["step"], row["seconds"] * 1e3) for row in record.steps]
+
+
+def _lines(records: list[RankRecord], y: str, x: str, points: Callable[[RankRecord], list[tuple[float, float]]]) -> Figure:
+    traces = []
+    for place, record in enumerate(records):
+        found = points(record)
+        found = found[:: max(1, len(found) // MOST_POINTS)]
+        traces.append(
+            {
+                **_named(record),
+                "type": "scatter",
+                "mode": "lines",
+                "x": [point[0] for point in found],
+                "y": [point[1] for point in found],
+                "line": {"color": _colour(place)},
+            }
+        )
+    axes = {"xaxis": _axis(x), "yaxis": {**_axis(y), "exponentformat": "SI"}}
+    return {"data": traces, "layout": layout(**axes)}
+
+
+def _timeline(records: list[RankRecord]) -> Figure:
+    traces = []
+    for place, record in enumerate(records):
+        spans: dict[str, list[tuple[float, float]]] = {"computing": [], "waiting": []}
+        start = 0.0
+        for row in record.steps[-TIMELINE_STEPS:]:
+            waited = row["wait_seconds"] or 0.0
+            spans["computing"].append((start, row["seconds"] - waited))
+            spans["waiting"].append((start + row["seconds"] - waited, waited))
+            start += row["seconds"]
+        for part, found in spans.items():
+            traces.append(
+                {
+                    **_named(record),
+                    "type": "bar",
+                    "orientation": "h",
+                    "base": [begin for begin, _ in found],
+                    "x": [length for _, length in found],
+                    "y": [f"rank {record.rank}"] * len(found),
+                    "marker": {"color": _colour(place), "opacity": 1.0 if part == "computing" else 0.25},
+                    "showlegend": part == "computing",
+                    "hovertemplate": f"{part} %{{x:.3f}} s<extra></extra>",
+                }
+            )
+    axes = {
+        "xaxis": _axis(f"seconds, of the last {TIMELINE_STEPS} steps"),
+        "yaxis": {"autorange": "reversed", "automargin": True},
+    }
+    return {"data": traces, "layout": layout(**axes, barmode="overlay")}
+
+
+def _syncs(record: RankRecord) -> Figure:
+    traces = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": key.replace("_", " "),
+            "x": [row["step"] for row in record.syncs],
+            "y": [row[key] for row in record.syncs],
+            "line": {"color": _colour(place)},
+        }
+        for place, key in enumerate(("norm", "mean_norm", "drift", "cosine"))
+        if any(row[key] is not None for row in record.syncs)
+    ]
+    return {"data": traces, "layout": layout(xaxis=_axis("step"), yaxis={"automargin": True})}
+
+
+def _layers(record: RankRecord) -> Figure:
+    found = sorted(record.layers[-1]["layers"].items(), key=lambda item: -item[1]["error"])[:MOST_LAYERS]
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [layer["error"] for _, layer in found],
+        "y": [html.escape(name) for name, _ in found],
+        "marker": {"color": COLOURS[0]},
+        "showlegend": False,
+    }
+    axes = {"xaxis": _axis("share of the norm that was lost"), "yaxis": _downwards()}
+    return {"data": [trace], "layout": layout(**axes)}
+
+
+def _axis(title: str) -> dict[str, Any]:
+    return {"title": {"text": title}, "automargin": True}
+
+
+def _downwards() -> dict[str, Any]:
+    return {"autorange": "reversed", "automargin": True}

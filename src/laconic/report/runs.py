@@ -1,0 +1,63 @@
+"""What a meter writes down: rank-R.jsonl, version 1."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+
+
+@dataclass
+class RankRecord:
+    """One rank's rows, by kind, as far as they are written."""
+
+    start: dict[str, Any]
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    syncs: list[dict[str, Any]] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+    starts: int = 1  # more than one: it was started again, and went on
+
+    @property
+    def rank(self) -> int:
+        return int(self.start["rank"])
+
+    def mean(self, key: str, last: int = 0) -> float | None:
+        """Of a number over the steps, or the last so many; None where it isn't known."""
+        values = [row[key] for row in self.steps[-last:]]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def read(folder: Path) -> list[RankRecord]:
+    """All ranks of a run, also of one that is still going; or an error that says what is there instead."""
+    files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank-")))
+    if not files:
+        raise ValueError(f"{folder} has no rank-0.jsonl; is it the folder that a run is recorded in?")
+    return [record for file in files if (record := _rank(file)) is not None]
+
+
+def _rank(file: Path) -> RankRecord | None:
+    record: RankRecord | None = None
+    lines = file.read_text().split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line end is still being written
+        try:
+            row = json.loads(line)
+            kind = row["kind"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file}, line {number} is damaged: {error}") from error
+        if kind == "start":
+            if row.get("version") != VERSION:
+                raise ValueError(f"{file} is of version {row.get('version')!r} of the meter's records; this reads {VERSION}")
+            if record is None:
+                record = RankRecord(row)
+            else:
+                record.starts, record.end = record.starts + 1, None
+        elif record is None:
+            raise ValueError(f"{file} doesn't begin with a start")
+        elif kind == "end":
+            record.end = row
+        else:
+            {"step": record.steps, "sync": record.syncs, "layers": record.layers}[kind].append(row)
+    return record

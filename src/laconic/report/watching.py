@@ -1,0 +1,90 @@
+"""A run while it goes on, from another terminal."""
+
+import time
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from laconic.report.runs import RankRecord, read
+from laconic.report.terminal import human
+
+RECENT_STEPS, SILENT_SECONDS = 50, 15
+
+
+def watch(folder: Path, console: Console, *, once: bool = False) -> None:
+    """Show how a run stands until it ends, or until Ctrl-C; `once`: now."""
+    if once:
+        console.print(picture(read(folder)))
+        return
+    with Live(console=console, refresh_per_second=4) as live:
+        while True:
+            if any(folder.glob("rank-*.jsonl")):
+                records = read(folder)
+                live.update(picture(records))
+                if records and all(record.end is not None for record in records):
+                    return
+            else:
+                live.update(Text(f"waiting for a run to be recorded in {folder}"))
+            time.sleep(0.5)
+
+
+def picture(records: list[RankRecord]) -> Group:
+    """A line a rank, the last sync, and the layers that lose most."""
+    if not records:
+        return Group(Text("the run has just begun"))
+    first = records[0]
+    title = f"{first.start['strategy']}, {first.start['world']} ranks, {first.start['parameters']:,} parameters"
+    table = Table(title=escape(title))
+    for place, name in enumerate(("rank", "step", "steps/s", "bytes/step", "waiting", "encoding", "state")):
+        table.add_column(name, justify="right" if 0 < place < 6 else "left")
+    for record in records:
+        table.add_row(*_cells(record))
+    lines = [Text(line, style="dim") for line in (_sync(first), _layers(first)) if line]
+    return Group(table, *lines)
+
+
+def _cells(record: RankRecord) -> list[str]:
+    seconds = record.mean("seconds", RECENT_STEPS)
+    if seconds is None:
+        return [str(record.rank), str(record.start["step"]), "", "", "", "", _state(record)]
+    sent, waited, worked = (record.mean(key, RECENT_STEPS) for key in ("wire_bytes", "wait_seconds", "work_seconds"))
+    return [
+        str(record.rank),
+        str(record.steps[-1]["step"]),
+        f"{1 / seconds:.1f}",
+        human(sent),
+        "" if waited is None else f"{waited / seconds:.0%}",
+        "" if worked is None else f"{worked / seconds:.0%}",
+        _state(record),
+    ]
+
+
+def _state(record: RankRecord) -> str:
+    if record.end is not None:
+        return "ended"
+    last = record.steps[-1]["time"] if record.steps else record.start["time"]
+    silent = time.time() - last
+    restarted = f", started {record.starts} times" if record.starts > 1 else ""
+    return (f"silent for {silent:.0f} s" if silent > SILENT_SECONDS else "going") + restarted
+
+
+def _sync(record: RankRecord) -> str:
+    if not record.syncs:
+        return ""
+    last = record.syncs[-1]
+    parts = [
+        f"{key.replace('_', ' ')} {last[key]:.3g}" for key in ("norm", "mean_norm", "cosine", "drift") if last[key] is not None
+    ]
+    return f"last sync, step {last['step']}: {', '.join(parts)}"
+
+
+def _layers(record: RankRecord) -> str:
+    if not record.layers:
+        return ""
+    last = record.layers[-1]
+    worst = sorted(last["layers"].items(), key=lambda item: -item[1]["error"])[:3]
+    return f"lost in step {last['step']}: " + ", ".join(f"{name} {layer['error']:.2%}" for name, layer in worst)

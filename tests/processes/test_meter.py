@@ -1,0 +1,238 @@
+"""The meter: what it writes is what happened, and nothing happens because of it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from typer.testing import CliRunner
+
+import laconic
+from laconic.cli import app
+from laconic.lab.link import Link, start
+from laconic.report import run_page, runs
+from laconic.report.watching import watch
+from tests.lab.test_link import needs_link
+from tests.models import build, chain, same_bits, vectors, weights
+from tests.ranks import ranks
+
+STEPS = 12
+
+
+def train(rank: int, text: str, folder: str | None, alike: bool = False, tensorboard: bool = False) -> tuple[Any, list[Tensor]]:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, text) as run:
+        if folder is not None:
+            laconic.Meter(run, folder, every=1, tensorboard=tensorboard)
+        for step in range(STEPS):
+            model(vectors(0 if alike else rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = run.stats()
+    return vars(stats), weights(model)
+
+
+SETTINGS = [
+    "ddp()",
+    "int8()",
+    "powersgd(rank=1, warmup=2)",
+    "diloco(4)",
+    "streaming_diloco(4, fragments=2, delay=1)",
+    "local_sgd(3)",
+]
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+def test_rows_add_up_to_the_ledger_and_change_no_bit(text: str, tmp_path: Path) -> None:
+    metered = ranks(2, train, text, str(tmp_path))
+    plain = ranks(2, train, text, None)
+    for (stats, found), (_, wanted), record in zip(metered, plain, runs.read(tmp_path), strict=True):
+        assert same_bits(found, wanted)
+        assert [row["step"] for row in record.steps] == list(range(1, STEPS + 1))
+        for key in ("payload_bytes", "wire_bytes", "collectives"):
+            assert sum(row[key] for row in record.steps) == stats[key], key
+        for key in ("wait_seconds", "work_seconds"):
+            assert sum(row[key] for row in record.steps) == pytest.approx(stats[key]), key
+        assert record.end is not None
+        _check_layers(text, record)
+        _check_syncs(text, record)
+
+
+def _check_layers(text: str, record: runs.RankRecord) -> None:
+    if text == "local_sgd(3)":  # parameters are averaged as they are
+        assert record.layers == []
+        return
+    layers = {
+        name: layer for row in record.layers for name, layer in row["layers"].items()
+    }  # a fragment a row, where it streams
+    assert len(layers) == 26
+    errors = {name: layer["error"] for name, layer in layers.items()}
+    if text in ("ddp()", "diloco(4)"):
+        assert set(errors.values()) == {0.0}
+    elif text.startswith("powersgd"):
+        assert 0.1 < errors["0.weight"] < 1, "rank 1 of 16"
+        assert layers["0.weight"]["residual"] > 0
+        assert layers["0.weight"]["wire_bytes"] < 16 * 16 * 4
+    else:
+        assert 0 < errors["0.weight"] < 0.02, "8 bits"
+
+
+def _check_syncs(text: str, record: runs.RankRecord) -> None:
+    if "diloco" in text:
+        assert len(record.syncs) >= 3
+        for sync in record.syncs:
+            assert -1.001 <= sync["cosine"] <= 1.001
+            assert sync["norm"] > 0
+            assert sync["drift"] > 0
+    elif text == "local_sgd(3)":
+        assert [sync["step"] for sync in record.syncs] == [3, 6, 9, 12]
+        assert all(sync["drift"] > 0 and sync["cosine"] is None for sync in record.syncs)
+    else:
+        assert record.syncs == []
+
+
+@pytest.mark.parametrize("text", ["diloco(4)", "local_sgd(4)"])
+def test_ranks_that_do_the_same_have_no_drift(text: str, tmp_path: Path) -> None:
+    ranks(2, train, text, str(tmp_path), alike=True)
+    for record in runs.read(tmp_path):
+        for sync in record.syncs:
+            assert sync["drift"] == pytest.approx(0, abs=1e-6)
+            assert sync["cosine"] is None or sync["cosine"] == pytest.approx(1, abs=1e-6)
+
+
+def drifted_by_hand(rank: int, folder: str) -> float:
+    """How far this rank is from the mean before the sync."""
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, "local_sgd(4)") as run:
+        laconic.Meter(run, folder)
+        for step in range(3):
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(vectors(rank, 3)).square().mean().backward()
+        after = [p.detach() - 0.05 * p.grad for p in model.parameters()]  # type: ignore[operator]
+        optimizer.step()
+        mean = [p.detach().clone() for p in model.parameters()]
+    return math.sqrt(sum(float((x - y).double().square().sum()) for x, y in zip(after, mean, strict=True)))
+
+
+def test_drift_is_the_distance_from_the_mean(tmp_path: Path) -> None:
+    wanted = ranks(2, drifted_by_hand, str(tmp_path))
+    for distance, record in zip(wanted, runs.read(tmp_path), strict=True):
+        assert record.syncs[0]["drift"] == pytest.approx(distance, rel=1e-4)
+
+
+def test_tensorboard_reads_it(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ranks(2, train, "streaming_diloco(4, fragments=2, delay=1)", str(tmp_path), tensorboard=True)
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    tags = set(reader.Tags()["scalars"])
+    assert {"laconic/wire_bytes", "laconic/wait_seconds", "laconic/sync/cosine", "laconic/error/0.weight"} <= tags
+    record = runs.read(tmp_path)[0]
+    assert [event.value for event in reader.Scalars("laconic/wire_bytes")] == [row["wire_bytes"] for row in record.steps]
+
+
+def row(**parts: Any) -> str:
+    return (
+        json.dumps({"payload_bytes": 1, "wire_bytes": 10, "collectives": 1, "wait_seconds": 0.1, "work_seconds": 0.0, **parts})
+        + "\n"
+    )
+
+
+START = {"kind": "start", "version": 1, "time": 0.0, "strategy": "<b>int8()</b>", "rank": 0, "world": 1, "step": 0}
+START |= {"parameters": 1000, "torch": "2", "host": "here"}
+
+
+def test_a_run_is_watched_while_it_goes_on_and_after_its_end(tmp_path: Path) -> None:
+    file = tmp_path / "rank-0.jsonl"
+    file.write_text(json.dumps(START) + "\n" + row(kind="step", step=1, time=0.0, seconds=0.5) + '{"kind": "st')
+    shown = CliRunner().invoke(app, ["watch", str(tmp_path), "--once"])
+    assert shown.exit_code == 0, shown.output
+    assert "silent for" in shown.output
+    assert "2.0" in shown.output, "steps a second"
+    with file.open("a") as more:
+        more.write('ep", "step": 2, "time": 0, "seconds": 0.5, "wire_bytes": 10, "wait_seconds": null, "work_seconds": 0}\n')
+        more.write(json.dumps({"kind": "end", "time": 0.0}) + "\n")
+    console = Console(record=True, width=120)
+    watch(tmp_path, console)  # comes back, because it has ended
+    assert "ended" in console.export_text()
+    text = run_page.write(tmp_path).read_text()
+    assert "&lt;b&gt;int8()&lt;/b&gt;" in text
+    assert "<b>int8()" not in text
+    assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{\n", "line 1 is damaged"),
+        ('{"kind": "step"}\n', "doesn't begin with a start"),
+        ('{"kind": "start", "version": 9}\n', "version 9"),
+    ],
+)
+def test_records_that_are_damaged_or_foreign(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.jsonl").write_text(text)
+    for command in (["watch", "--once"], ["report"]):
+        done = CliRunner().invoke(app, [*command, str(tmp_path)])
+        assert done.exit_code == 1
+        assert sentence in " ".join(done.output.split())
+    assert CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")]).exit_code == 1
+
+
+ON_A_CABLE = """
+import sys, torch, torch.distributed as dist, laconic
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from laconic.lab.link import sent_bytes
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+with laconic.attach(model, optimizer, "int8()") as run:
+    laconic.Meter(run, sys.argv[1])
+    dist.barrier()
+    before = sent_bytes()
+    for _ in range(20):
+        model(torch.randn(8, 256)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+    print("kernel", dist.get_rank(), sent_bytes() - before, flush=True)
+"""
+
+
+@needs_link
+def test_rows_add_up_to_what_the_kernel_counted(tmp_path: Path) -> None:
+    process = start([sys.executable, "-c", ON_A_CABLE, str(tmp_path)], 2, Link(1_000_000_000), os.environ)
+    output, _ = process.communicate(timeout=100)
+    kernel = {int(line.split()[1]): int(line.split()[2]) for line in output.splitlines() if line.startswith("kernel")}
+    for record in runs.read(tmp_path):
+        assert sum(row["wire_bytes"] for row in record.steps) == pytest.approx(kernel[record.rank], rel=0.05), output
+
+
+def test_laconic_run_records(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts/plain.py"
+    command = [
+        sys.executable,
+        "-m",
+        "laconic.cli",
+        "run",
+        "-s",
+        "int8()",
+        "--record",
+        str(tmp_path / "run"),
+        "--nproc-per-node=2",
+    ]
+    done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    records = runs.read(tmp_path / "run")
+    assert [len(record.steps) for record in records] == [24, 24]
+    assert all(record.end for record in records)
