@@ -1,7 +1,7 @@
 """`ranks(n, fn)`: run a function on n live gloo ranks.
 
 Importing torch takes seconds, so the processes live on and are sent one function after another; each call gets a process
-group of its own. A call that fails or takes too long ends the whole pool: the next one starts afresh.
+group of its own. A call that fails or takes too long ends the whole pool: the next one, which is warm already, takes over.
 """
 
 import atexit
@@ -46,19 +46,17 @@ def _serve(pipe: Connection) -> None:
 class _Pool:
     def __init__(self) -> None:
         self.members: list[tuple[Any, Connection]] = []
+        self.spares: list[tuple[Any, Connection]] = []  # of the next pool: they import torch while this one works
 
     def grow(self, size: int) -> None:
         # One thread a process, and in the threads that torch starts for callbacks too, where set_num_threads doesn't reach.
         os.environ["OMP_NUM_THREADS"] = "1"
         if not all(process.is_alive() for process, _ in self.members):  # after its last answer: torch's threads may do that
             self.end()
-        context = mp.get_context("spawn")
         while len(self.members) < size:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.members.append((process, ours))
+            self.members.append(self.spares.pop(0) if self.spares else _start())
+        while len(self.spares) < len(self.members):
+            self.spares.append(_start())
 
     def end(self) -> None:
         for process, pipe in self.members:
@@ -67,9 +65,22 @@ class _Pool:
             process.join()
         self.members = []
 
+    def close(self) -> None:
+        self.members, self.spares = [*self.members, *self.spares], []
+        self.end()
+
+
+def _start() -> tuple[Any, Connection]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
 
 _pool = _Pool()
-atexit.register(_pool.end)
+atexit.register(_pool.close)
 
 
 def ranks(world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs) -> list[Result]:

@@ -38,6 +38,9 @@ def launch(
     alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint
     if alone and parsed.master_port is None and "--master-addr" not in " ".join(arguments).replace("_", "-"):
         parsed.standalone = True  # a free port: two runs on one machine don't meet
+    if parsed.max_restarts:
+        # With gloo, torchrun's restarts fail for ever otherwise: its store keeps the addresses of the dead (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return _torchrun(parsed)
 
 

@@ -160,7 +160,9 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+@pytest.mark.parametrize(
+    "signal_", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)], ids=["Ctrl-C", "kill -9"]
+)
 def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.Signals, tmp_path: Path) -> None:
     link = "50mbit" if missing is None else "none"
     mark = f"seen{os.getpid()}{signal_}"

@@ -1,5 +1,6 @@
 """The report in a real browser: it draws, it switches, it is quiet, and it asks the network for nothing."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from laconic.report import page, records
+from laconic.report import page, records, run_page
 from laconic.report.charts import figures
 from tests.lab.test_compare import result
 
@@ -99,6 +100,27 @@ def test_what_came_from_the_user_is_text(window: Page, tmp_path: Path) -> None:
     assert window.title().startswith("laconic: </script>")
     assert NASTY in window.inner_text("h1")
     assert window.locator("h1 b, td b").count() == 0
+    assert said == []
+
+
+def test_a_runs_page_draws_too(window: Page, tmp_path: Path) -> None:
+    start = {"kind": "start", "version": 1, "time": 0, "strategy": NASTY, "rank": 0, "world": 2, "step": 0}
+    start |= {"parameters": 1000, "torch": "2", "host": NASTY}
+    step = {"kind": "step", "time": 0, "seconds": 0.5, "wire_bytes": 10, "wait_seconds": 0.1, "work_seconds": 0.1}
+    sync = {"kind": "sync", "step": 1, "drift": 0.5, "norm": 1.0, "mean_norm": 0.5, "cosine": 0.1}
+    layers = {"kind": "layers", "step": 1, "layers": {NASTY: {"error": 0.5, "residual": None, "wire_bytes": 10}}}
+    for rank in range(2):
+        rows = [{**start, "rank": rank}, {**step, "step": 1}, sync, layers, {**step, "step": 2}]
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    window.on("console", lambda message: said.append(message.text))
+    window.on("pageerror", lambda error: said.append(str(error)))
+    window.goto(run_page.write(tmp_path).as_uri())
+    window.wait_for_selector(".chart >> nth=4 >> .barlayer .trace")
+    assert [drawn(window, chart, ".trace") > 0 for chart in range(5)] == [True] * 5
+    window.locator(".chart").nth(0).locator(".legendtoggle").nth(1).click()
+    window.wait_for_function("document.querySelectorAll('.chart')[2].querySelectorAll('.barlayer .trace').length == 2")
+    assert drawn(window, 3, ".scatterlayer .trace") == 4, "what is of no rank stays"
     assert said == []
 
 

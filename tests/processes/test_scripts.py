@@ -6,11 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import pytest
 import torch
 from torch import Tensor
+
+from laconic.cli import app
+from tests.lab.test_link import needs_link
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 NAMES = ["plain", "accumulate", "amp", "onecycle", "checkpoint_each", "checkpoint_first"]
@@ -28,8 +33,42 @@ def run(command: list[str], timeout: float = 150) -> "subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=timeout)
 
 
-def laconic_run(strategy: str, script: Path, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
-    command = [sys.executable, "-m", "laconic.cli", "run", "-s", strategy, *options, "--nproc-per-node=2"]
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Launch(Protocol):
+    def __call__(self, strategy: str, script: Path, *arguments: str, options: tuple[str, ...] = ()) -> Done: ...
+
+
+@pytest.fixture
+def launch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """`laconic run` from this process, which has torch already: the launcher's start is half of such a test's time."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+
+    def launched(strategy: str, script: Path, *arguments: str, options: tuple[str, ...] = ()) -> Done:
+        before = dict(os.environ)
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            app(laconic_run(strategy, script, *arguments, options=options)[3:])
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        os.environ.update(before)
+        out, err = capfd.readouterr()
+        return Done(int(end.value.code or 0), out, err)
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield launched
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def laconic_run(
+    strategy: str, script: Path, *arguments: str, options: tuple[str, ...] = (), torchrun: tuple[str, ...] = ()
+) -> list[str]:
+    command = [sys.executable, "-m", "laconic.cli", "run", "-s", strategy, *options, "--nproc-per-node=2", *torchrun]
     return [*command, str(script), *arguments]
 
 
@@ -48,8 +87,8 @@ def parameters_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize(
     ("name", "strategy"), [pytest.param(*pair, marks=[] if pair in CHOSEN else pytest.mark.soak) for pair in PAIRS]
 )
-def test_a_script_runs_and_its_replicas_end_equal(name: str, strategy: str, tmp_path: Path) -> None:
-    done = run(laconic_run(strategy, SCRIPTS / f"{name}.py", str(tmp_path)))
+def test_a_script_runs_and_its_replicas_end_equal(name: str, strategy: str, tmp_path: Path, launch: Launch) -> None:
+    done = launch(strategy, SCRIPTS / f"{name}.py", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^laconic: .* is attached to ", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert ("with a GradScaler" in done.stderr) == (name == "amp")
@@ -59,11 +98,11 @@ def test_a_script_runs_and_its_replicas_end_equal(name: str, strategy: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.soak) for name in NAMES[1:])])
-def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path) -> None:
+def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path, launch: Launch) -> None:
     for folder in ("with", "without"):
         (tmp_path / folder).mkdir()
     with_, without = tmp_path / "with", tmp_path / "without"
-    assert run(laconic_run("ddp()", SCRIPTS / f"{name}.py", str(with_))).returncode == 0
+    assert launch("ddp()", SCRIPTS / f"{name}.py", str(with_)).returncode == 0
     for _ in range(4):  # torch's gloo threads may abort a process at its very end: see tests/test_docs.py
         done = run(torchrun(SCRIPTS / f"{name}.py", str(without)))
         if "terminate called without an active exception" not in done.stderr:
@@ -77,13 +116,13 @@ def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path) -> None:
     "strategy",
     ["streaming_diloco(6, fragments=2, delay=2)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[:-1])],
 )
-def test_a_script_that_saves_on_every_rank_resumes_to_the_bit(strategy: str, tmp_path: Path) -> None:
+def test_a_script_that_saves_on_every_rank_resumes_to_the_bit(strategy: str, tmp_path: Path, launch: Launch) -> None:
     for folder in ("whole", "broken"):
         (tmp_path / folder).mkdir()
     script, whole, broken = SCRIPTS / "checkpoint_each.py", tmp_path / "whole", tmp_path / "broken"
-    assert run(laconic_run(strategy, script, str(whole))).returncode == 0
-    assert run(laconic_run(strategy, script, str(broken), "--die-at=13")).returncode == 9, "the script's own exit code"
-    done = run(laconic_run(strategy, script, str(broken)))
+    assert launch(strategy, script, str(whole)).returncode == 0
+    assert launch(strategy, script, str(broken), "--die-at=13").returncode == 9, "the script's own exit code"
+    done = launch(strategy, script, str(broken))
     assert done.returncode == 0, done.stderr
     assert "laconic: all ranks loaded" not in done.stderr
     for one, other in zip(final(whole), final(broken), strict=True):
@@ -91,10 +130,10 @@ def test_a_script_that_saves_on_every_rank_resumes_to_the_bit(strategy: str, tmp
 
 
 @pytest.mark.parametrize("strategy", ["diloco(6)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[1:])])
-def test_a_script_that_saves_on_the_first_rank_resumes_with_a_warning(strategy: str, tmp_path: Path) -> None:
+def test_a_script_that_saves_on_the_first_rank_resumes_with_a_warning(strategy: str, tmp_path: Path, launch: Launch) -> None:
     script = SCRIPTS / "checkpoint_first.py"
-    assert run(laconic_run(strategy, script, str(tmp_path), "--die-at=13")).returncode == 9
-    done = run(laconic_run(strategy, script, str(tmp_path)))
+    assert launch(strategy, script, str(tmp_path), "--die-at=13").returncode == 9
+    done = launch(strategy, script, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("laconic: all ranks loaded the state of rank 0") == 1
     assert parameters_equal(*final(tmp_path))
@@ -106,11 +145,11 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_crash_is_the_scripts_own(tmp_path: Path) -> None:
+def test_a_crash_is_the_scripts_own(tmp_path: Path, launch: Launch) -> None:
     script = written(
         tmp_path, "import sys\n\ndef deep():\n    raise KeyError('gone')\n\nif __name__ == '__main__':\n    deep()\n"
     )
-    done = run(laconic_run("int8()", script))
+    done = launch("int8()", script)
     assert done.returncode == 1
     assert done.stderr.count("KeyError: 'gone'") >= 1
     trace = done.stderr[done.stderr.index("Traceback") :]
@@ -119,7 +158,7 @@ def test_a_crash_is_the_scripts_own(tmp_path: Path) -> None:
     assert f'File "{script}", line 7, in <module>' in trace
 
 
-def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: Path) -> None:
+def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: Path, launch: Launch) -> None:
     text = (
         (SCRIPTS / "plain.py")
         .read_text()
@@ -129,7 +168,7 @@ def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: 
         )
     )
     start = time.monotonic()
-    done = run(laconic_run("diloco(6)", written(tmp_path, text), str(tmp_path)))
+    done = launch("diloco(6)", written(tmp_path, text), str(tmp_path))
     assert done.returncode == 7
     assert time.monotonic() - start < 100
 
@@ -170,6 +209,66 @@ dist.destroy_process_group()
 """
 
 
+SEVERAL = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+early = torch.optim.SGD(inner[0].parameters(), lr=0.1)
+model = DistributedDataParallel(inner)
+late = torch.optim.AdamW(inner[1].parameters(), lr=0.1)
+other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(late, 1)
+model.eval()
+with torch.no_grad():
+    model(torch.ones(1, 2))
+print("nothing yet", flush=True)
+model.train()
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    early.step(), late.step(), schedule.step()
+import laconic.auto
+print(laconic.auto._auto.run.stats().steps, "laconic" in early.state_dict(), "laconic" in late.state_dict())
+dist.destroy_process_group()
+"""
+
+
+def test_optimizers_built_before_and_after_are_attached_at_the_first_training_forward(tmp_path: Path) -> None:
+    environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "diloco(2)"}
+    command = [sys.executable, "-m", "laconic.auto", str(written(tmp_path, SEVERAL))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "(12 parameters) and SGD, AdamW, 1 ranks" in done.stderr
+    assert done.stdout == "nothing yet\n3 True False\n"
+
+
+@pytest.mark.soak
+def test_torchruns_restarts_resume_to_the_bit(tmp_path: Path, launch: Launch) -> None:
+    """It breaks down once, is started again by torchrun, and goes on from its own checkpoint."""
+    for folder in ("whole", "broken"):
+        (tmp_path / folder).mkdir()
+    text = (SCRIPTS / "checkpoint_each.py").read_text()
+    text = text.replace("    if step == options.die_at:\n", "    if step == options.die_at and first == 0:\n")
+    script, strategy = written(tmp_path, text), "streaming_diloco(6, fragments=2, delay=2)"
+    assert launch(strategy, script, str(tmp_path / "whole")).returncode == 0
+    done = run(laconic_run(strategy, script, str(tmp_path / "broken"), "--die-at=13", torchrun=("--max-restarts=2",)), 300)
+    assert done.returncode == 0, done.stderr
+    for one, other in zip(final(tmp_path / "whole"), final(tmp_path / "broken"), strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@needs_link
+@pytest.mark.soak
+def test_a_rehearsal_of_a_slow_link(tmp_path: Path, launch: Launch) -> None:
+    done = launch("int8()", SCRIPTS / "plain.py", str(tmp_path), options=("--link", "50mbit"))
+    assert done.returncode == 0, done.stdout
+    assert parameters_equal(*final(tmp_path))
+    crash = written(tmp_path, "import os\nos.environ['RANK'] == '1' and 1 / 0\n")
+    done = launch("int8()", crash, options=("--link", "50mbit"))
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stdout
+
+
 def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
     command = [sys.executable, "-m", "laconic.auto", str(written(tmp_path, TWO))]
@@ -191,8 +290,6 @@ def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
 def test_bad_arguments(arguments: list[str], sentence: str) -> None:
     from typer.testing import CliRunner
 
-    from laconic.cli import app
-
     done = CliRunner().invoke(app, ["run", *arguments])
     assert done.exit_code != 0
     assert sentence in " ".join(done.output.split())
@@ -213,7 +310,7 @@ def test_plain_torchrun_with_one_import(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("inside", [True, False], ids=["the module", "the DDP"])
-def test_a_script_that_compiles(inside: bool, tmp_path: Path) -> None:
+def test_a_script_that_compiles(inside: bool, tmp_path: Path, launch: Launch) -> None:
     """The backend is one that needs no C++ compiler; buckets of DDP and graphs of dynamo are cut alike with all of them."""
     text = (SCRIPTS / "plain.py").read_text()
     if inside:
@@ -224,7 +321,7 @@ def test_a_script_that_compiles(inside: bool, tmp_path: Path) -> None:
     finals = []
     for name, script in (("compiled", text), ("eager", (SCRIPTS / "plain.py").read_text())):
         (tmp_path / name).mkdir()
-        done = run(laconic_run("diloco(6)", written(tmp_path / name, script), str(tmp_path / name)))
+        done = launch("diloco(6)", written(tmp_path / name, script), str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         assert "is attached to" in done.stderr
         assert parameters_equal(*final(tmp_path / name))
