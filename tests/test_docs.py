@@ -40,6 +40,7 @@ def test_the_script_in_docs_attach(tmp_path: Path) -> None:
     assert "['module" not in done.stdout, "names are the module's own"
 
 
+@pytest.mark.soak
 def test_the_script_in_docs_torch(tmp_path: Path) -> None:
     (script,) = scripts("docs/torch.md")
     (tmp_path / "resume.py").write_text(script)

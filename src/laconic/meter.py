@@ -49,7 +49,7 @@ class Meter:
             raise ValueError(f"every must be a number of steps, or 0 for never, got {every!r}")
         self._run, self._every = run, every
         folder, rank = Path(folder), run.group.rank
-        self._sinks: list[Sink] = [JsonLines(folder / f"rank-{rank}.jsonl")]
+        self._sinks: list[Sink] = [JsonLines(folder / f"rank-{rank}.jsonl", anew=run.step == 0)]
         if tensorboard and rank == 0:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
         self._bytes: dict[str, int] = {}
@@ -134,10 +134,12 @@ class Meter:
 
 
 class JsonLines:
-    """A line a row. A run that goes on, after a restart, goes on in the same file."""
+    """A line a row. A run that goes on, after a restart, goes on in the same file; if one begins anew, the former is kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, anew: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if anew and path.exists():
+            path.replace(path.with_name(f"{path.name}.old"))
         self._file = path.open("a", buffering=1 << 16)
         self._flushed = time.monotonic()
 

@@ -375,7 +375,7 @@ def trained(rank: int, cap: float, save_at: int, how: str, steps: int = 12) -> l
 
 
 @pytest.mark.parametrize("how", ["whole", "state_dict"])
-@pytest.mark.parametrize("cap", [0.001, 0.003, 25])
+@pytest.mark.parametrize("cap", [0.003, *(pytest.param(cap, marks=pytest.mark.soak) for cap in (0.001, 25))])
 def test_resume_with_other_buckets(cap: float, how: str) -> None:
     straight, resumed = ranks(2, trained, 0.001, -1, "")[0], ranks(2, trained, cap, 7, how)[0]
     assert close(resumed, straight, 1e-6), "other buckets move all-reduce rounding only"

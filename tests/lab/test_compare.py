@@ -122,6 +122,7 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
 
 
 @needs_user_namespaces
+@pytest.mark.soak
 def test_without_a_link_the_time_is_predicted_and_says_so(tmp_path: Path) -> None:
     tiny = ["compare", "digits", "-s", "ddp()", "--workers", "2", "--steps", "10", "--out", "out", "--link", "10mbit"]
     command = [*LOCKED_DOWN, sys.executable, "-m", "laconic.cli", *tiny]

@@ -275,6 +275,7 @@ def inside_and_between(rank: int) -> None:
     assert run.stats().rounds == 0
 
 
+@pytest.mark.soak
 def test_a_ddp_inside_a_node_and_averaging_between() -> None:
     ranks(4, inside_and_between)
 

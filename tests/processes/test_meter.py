@@ -91,12 +91,19 @@ def _check_syncs(text: str, record: runs.RankRecord) -> None:
         for sync in record.syncs:
             assert -1 <= sync["cosine"] <= 1
             assert sync["norm"] > 0
-            assert sync["drift"] > 0
+            assert sync["drift"] > 0 or "streaming" in text, "of a mean in 8 bits it may come out as none"
     elif text == "local_sgd(3)":
         assert [sync["step"] for sync in record.syncs] == [3, 6, 9, 12]
         assert all(sync["drift"] > 0 and sync["cosine"] is None for sync in record.syncs)
     else:
         assert record.syncs == []
+
+
+def test_a_run_that_begins_anew_keeps_the_former(tmp_path: Path) -> None:
+    for _ in range(2):
+        ranks(1, train, "ddp()", str(tmp_path))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank-0.jsonl", "rank-0.jsonl.old"]
+    assert len(runs.read(tmp_path)[0].steps) == STEPS
 
 
 @pytest.mark.parametrize("text", ["diloco(4)", "local_sgd(4)"])
@@ -218,6 +225,7 @@ def test_rows_add_up_to_what_the_kernel_counted(tmp_path: Path) -> None:
         assert sum(row["wire_bytes"] for row in record.steps) == pytest.approx(kernel[record.rank], rel=0.05), output
 
 
+@pytest.mark.soak
 def test_laconic_run_records(tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts/plain.py"
     command = [

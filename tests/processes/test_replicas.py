@@ -38,7 +38,9 @@ def sleepy(rank: int, reducer: Reducer, steps: int, seed: int) -> int:
     return len(run.layout())
 
 
-@pytest.mark.parametrize("reducer", FIRST, ids=str)
+@pytest.mark.parametrize(
+    "reducer", [*FIRST[::2], *(pytest.param(reducer, marks=pytest.mark.soak) for reducer in FIRST[1::2])], ids=str
+)
 def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
     assert min(ranks(4, sleepy, reducer, 12, 0)) >= 6
 

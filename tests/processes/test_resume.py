@@ -27,6 +27,9 @@ RECIPES = [
 ]  # fmt: skip
 
 
+THREE = ["ddp(reducer=ErrorFeedback(PowerSGD(2)))", "post_local_sgd(warmup=2, period=3)"]
+
+
 def chosen() -> list[str]:
     """Every reducer once and every recipe once, in pairs."""
     count = max(len(REDUCERS), len(RECIPES))
@@ -110,7 +113,7 @@ def test_resume(text: str, tmp_path: Path) -> None:
     check(2, text, tmp_path, [5])
 
 
-@pytest.mark.parametrize("text", ["ddp()", "ddp(reducer=ErrorFeedback(PowerSGD(2)))", "post_local_sgd(warmup=2, period=3)"])
+@pytest.mark.parametrize("text", ["ddp()", *(pytest.param(text, marks=pytest.mark.soak) for text in THREE)])
 def test_resume_on_three_ranks_at_any_step(text: str, tmp_path: Path) -> None:
     """At three ranks the order of summation counts: DDP's buckets must be those of before from the first step on."""
     check(3, text, tmp_path, [0, 1, 2, 6])
