@@ -16,7 +16,8 @@ def namespaces_allowed() -> bool:
 
 
 @pytest.mark.skipif(not namespaces_allowed(), reason="a private network namespace is missing: unshare --user --net is refused")
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 3])
 def test_counted_bytes_are_on_the_cable(world: int) -> None:
     done = subprocess.run([*PRIVATE, sys.executable, str(SCRIPT), str(world)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,13 @@ from tests.models import build, chain, everywhere_equal, vectors, weights
 from tests.ranks import ranks, ranks_within
 
 every = pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+every_second = pytest.mark.parametrize(
+    "reducer",
+    [
+        pytest.param(reducer, id=name, marks=pytest.mark.soak if place % 2 else [])
+        for place, (reducer, name) in enumerate(zip(EVERY, NAMES, strict=True))
+    ],
+)
 
 
 FIRST = [next(kind.examples()) for kind in discover().values()]
@@ -70,7 +77,7 @@ def count(rank: int, reducer: Reducer) -> None:
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.soak) for world in (1, 2, 4, 5))])
-@every
+@every_second
 def test_predicted_bytes_are_counted_bytes(world: int, reducer: Reducer) -> None:
     ranks(world, count, reducer)
 

@@ -296,6 +296,7 @@ def test_bad_arguments(arguments: list[str], sentence: str) -> None:
     assert sentence in " ".join(done.output.split())
 
 
+@pytest.mark.soak
 def test_plain_torchrun_with_one_import(tmp_path: Path) -> None:
     text = (SCRIPTS / "plain.py").read_text().replace("import torch\n", "import torch\n\nimport laconic.auto\n", 1)
     script = written(tmp_path, text)
