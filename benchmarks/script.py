@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness import report
 from laconic.lab.link import Link, start
+from laconic.report.summary import seconds_to
 
 SCRIPT = Path(__file__).parents[1] / "examples/gpt.py"
 HOSTS, RATE, STEPS = 4, 100_000_000, 200
@@ -42,28 +43,16 @@ def curve(output: str) -> list[tuple[float, float]]:
     return [(float(seconds), float(loss)) for seconds, loss in re.findall(r"seconds ([\d.]+) loss ([\d.]+)", output)]
 
 
-def reached(points: list[tuple[float, float]], loss: float) -> float | None:
-    """Seconds until a loss, by a straight line between two looks."""
-    before: tuple[float, float] | None = None
-    for point in points:
-        if point[1] <= loss:
-            if before is None or before[1] == point[1]:
-                return point[0]
-            return before[0] + (point[0] - before[0]) * (before[1] - loss) / (before[1] - point[1])
-        before = point
-    return None
-
-
 def main() -> None:
     """One table: seconds to 1.02 times the loss that the plain script ends with."""
     curves = {"torchrun, as it is": curve(plain()), **{f"laconic run -s '{text}'": curve(under(text)) for text in STRATEGIES}}
     base = curves["torchrun, as it is"]
     target = base[-1][1] * 1.02
-    whole = reached(base, target)
+    whole = seconds_to(base, target)
     assert whole is not None
     rows = []
     for name, points in curves.items():
-        seconds = reached(points, target)
+        seconds = seconds_to(points, target)
         rows.append(
             {
                 "": name,

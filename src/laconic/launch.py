@@ -32,6 +32,8 @@ def launch(
         environment["LACONIC_TENSORBOARD"] = "1"
     command = [*script, *parsed.training_script_args]
     if link.bits_per_second is not None:
+        if not str(parsed.nproc_per_node).isdigit():
+            raise ValueError(f"with --link, give --nproc-per-node as a number of processes, got {parsed.nproc_per_node!r}")
         return _rehearse(command, int(parsed.nproc_per_node), link, environment)
     os.environ.update(environment)
     parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.auto", command

@@ -286,6 +286,7 @@ def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
         (["-s", "int8()", "nowhere.py"], "there is no script nowhere.py"),
         (["-s", "int8()"], "which script?"),
         (["-s", "int8()", "--link", "5", "plain.py"], "a rate with its unit"),
+        (["-s", "int8()", "--link", "5mbit", "--nproc-per-node=auto", __file__], "as a number of processes, got 'auto'"),
     ],
 )
 def test_bad_arguments(arguments: list[str], sentence: str) -> None:

@@ -1,6 +1,7 @@
 """A comparison in numbers and in words."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from laconic.report.records import Record, Results
@@ -41,7 +42,10 @@ def rows(results: Results) -> list[Row]:
     found = []
     for strategy, runs in sorted(by_strategy.items(), key=lambda item: (item[0] != BASE, item[0] == LIMIT)):
         step_ms, loss = _mean([run.step_ms for run in runs]), _mean([run.val_loss for run in runs])
-        times = [None if base_loss is None else _seconds_to(run, base_loss * (1 + NEAR)) for run in runs]
+        times = [
+            None if base_loss is None else seconds_to([(look[1], look[3]) for look in run.curve], base_loss * (1 + NEAR))
+            for run in runs
+        ]
         found.append(
             Row(
                 strategy,
@@ -122,14 +126,18 @@ def _interval_ms(run: Record) -> list[float]:
     return [(after[1] - before[1]) / (after[0] - before[0]) * 1e3 for before, after in pairs]
 
 
-def _seconds_to(run: Record, loss: float) -> float | None:
-    """When the curve first falls to a loss, between two looks by a straight line."""
-    before: list[float] | None = None
-    for point in run.curve:
-        if point[3] <= loss:
-            if before is None or before[3] == point[3]:
-                return point[1]
-            return before[1] + (point[1] - before[1]) * (before[3] - loss) / (before[3] - point[3])
+def seconds_to(points: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """When a curve of (seconds, loss) first falls to a loss, between two looks by a straight line; None: never.
+
+    >>> seconds_to([(1.0, 3.0), (2.0, 1.0)], 2.0)
+    1.5
+    """
+    before: tuple[float, float] | None = None
+    for point in points:
+        if point[1] <= loss:
+            if before is None or before[1] == point[1]:
+                return point[0]
+            return before[0] + (point[0] - before[0]) * (before[1] - loss) / (before[1] - point[1])
         before = point
     return None
 
