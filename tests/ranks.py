@@ -35,6 +35,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
+            dist.barrier()  # one that had nothing to say was seen to close its sockets while a peer was still connecting
             torch.manual_seed(rank)
             answer = (True, fn(rank, *args, **kwargs))
             dist.destroy_process_group()
