@@ -1,47 +1,94 @@
-"""What the meter costs: the same model with and without it, interleaved in the same processes."""
+"""What the meter costs: one run, in which it is off, on, or looking into the layers, block by block in turn."""
 
+import statistics
 import tempfile
+import time
 
 import torch
 
 import laconic
-from benchmarks.harness import Timing, interleave, relative, report, stack, stepper
+from benchmarks.harness import report, stack, stepper
 from tests.ranks import ranks_within
 
-# As many steps as lie between two looks into the layers, so that each repeat has one.
-LAYERS, WIDTH, BATCH, STEPS, REPEATS = 8, 512, 64, 100, 12
-STRATEGIES = ["ddp()", "int8()", "diloco(20)"]
+LAYERS, WIDTH, BATCH, BLOCK, ROUNDS, EVERY = 8, 512, 64, 20, 50, 100
+STRATEGIES = {"ddp()": BLOCK, "int8()": BLOCK, f"diloco({BLOCK})": 1}  # and the exchanges of a block that can be looked into
 
 
-def measure(rank: int, folder: str) -> dict[str, Timing]:
-    """Seconds a step of each strategy, metered and not."""
-    alternatives = {}
-    for text in STRATEGIES:
-        for metered in (False, True):
-            model = stack(LAYERS, WIDTH)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-            run = laconic.attach(model, optimizer, text)
-            name = f"{text}, metered" if metered else text
-            if metered:
-                laconic.Meter(run, f"{folder}/{name}")
-            alternatives[name] = stepper(model, optimizer, torch.ones(BATCH, WIDTH), STEPS)
-    return interleave(alternatives, REPEATS, STEPS)
+class Timed:
+    """A meter, and the seconds in its own code."""
+
+    def __init__(self, meter: laconic.Meter) -> None:
+        self.meter, self.seconds = meter, 0.0
+
+    def stepped(self) -> None:
+        """A step is complete."""
+        start = time.perf_counter()
+        self.meter.stepped()
+        self.seconds += time.perf_counter() - start
+
+    def ended(self) -> None:
+        """The run is over."""
+        self.meter.ended()
+
+
+def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], float]:
+    """Seconds of each block, by what the meter did in it; and seconds a step in the meter's own code, where it is on."""
+    model = stack(LAYERS, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run = laconic.attach(model, optimizer, text)
+    meter, own = Timed(laconic.Meter(run, folder, every=0)), 0.0
+    block = stepper(model, optimizer, torch.ones(BATCH, WIDTH), BLOCK)
+    seconds: dict[str, list[float]] = {"off": [], "on": [], "looking": []}
+    for round_ in range(ROUNDS):
+        names = list(seconds)[round_ % 3 :] + list(seconds)[: round_ % 3]
+        for name in names:
+            run._observers[:] = [] if name == "off" else [meter]
+            run._probe.watching, run._probe.looking = name != "off", name == "looking"
+            meter.meter._every = int(name == "looking")
+            meter.seconds = 0.0
+            start = time.perf_counter()
+            block()
+            seconds[name].append(time.perf_counter() - start)
+            own += meter.seconds if name == "on" else 0.0
+    run._observers[:] = [meter]
+    run.detach()
+    return seconds, own / (ROUNDS * BLOCK)
 
 
 def main() -> None:
     """Two ranks, one core each."""
-    with tempfile.TemporaryDirectory() as folder:
-        timings = ranks_within(1500, 2, measure, folder)[0]
-    rows = [
-        row
-        for text in STRATEGIES
-        for row in relative({name: timing for name, timing in timings.items() if name.startswith(text)}, "strategy", text)
-    ]
+    rows = []
+    for text, looks in STRATEGIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, own = ranks_within(600, 2, measure, text, folder)[0]
+        off = statistics.median(seconds["off"])
+        on = [a / b - 1 for a, b in zip(seconds["on"], seconds["off"], strict=True)]
+        look = [(a - b) / looks / EVERY / (off / BLOCK) for a, b in zip(seconds["looking"], seconds["on"], strict=True)]
+        both = statistics.median(on) + statistics.median(look)
+        rows.append(
+            {
+                "strategy": text,
+                "step ms": f"{off / BLOCK * 1e3:.1f}",
+                "own code": f"{own / (off / BLOCK):+.2%}",
+                "a row a step": f"{statistics.median(on):+.2%}",
+                f"a look every {EVERY} steps": f"{statistics.median(look):+.2%}",
+                "both": f"{both:+.2%}",
+                "standard error": f"{(_error(on) ** 2 + _error(look) ** 2) ** 0.5:.2%}",
+            }
+        )
     legend = (
-        f"Whole training step, {LAYERS} layers of {WIDTH}x{WIDTH}, 2 ranks over loopback without limit. {REPEATS} interleaved "
-        f"repeats of {STEPS} steps, each with one look into all layers; relative to the same strategy without the meter."
+        f"Whole training step, {LAYERS} layers of {WIDTH}x{WIDTH}, 2 ranks over loopback without limit. Median over {ROUNDS} "
+        f"rounds of three blocks of {BLOCK} steps: without the meter, with it, and with a look into all layers at every "
+        f"exchange, whose cost is then divided as if it came every {EVERY} steps. All relative to the step without the "
+        "meter. Own code: the time inside the meter's own function, which needs no difference of two noisy numbers."
     )
-    report("meter_cost", "Step time with the meter", rows, legend)
+    report("meter_cost", "What the meter adds to a step", rows, legend)
+
+
+def _error(values: list[float]) -> float:
+    """Of the median, from the quartiles, as if they were those of a normal distribution."""
+    low, _, high = statistics.quantiles(values)
+    return float(1.25 * (high - low) / 1.35 / len(values) ** 0.5)
 
 
 if __name__ == "__main__":

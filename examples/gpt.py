@@ -40,7 +40,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.tokens.weight
-        nn.init.normal_(self.tokens.weight, std=0.02)
+        for table in (self.tokens, self.positions):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]

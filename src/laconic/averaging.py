@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, local, stored
+from laconic.bucket import Bucket, local, squared_norm, stored
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
 from laconic.reducers.exact import Exact
@@ -99,6 +99,6 @@ def _land(flight: Flight[Reduced], pieces: Sequence[Tensor], measure: bool) -> f
     result.finish()
     for target, piece in zip(pieces, torch.split(result.mean, [piece.numel() for piece in pieces]), strict=True):
         if measure:
-            moved += float((target.double() - piece).square().sum())
+            moved += squared_norm([target - piece])
         target.copy_(piece)
     return moved

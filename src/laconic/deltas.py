@@ -10,7 +10,7 @@ from torch import Tensor
 
 from laconic.agreement import Roll, roll
 from laconic.averaging import WINDOW
-from laconic.bucket import Bucket, Slot, local, pack, unflatten
+from laconic.bucket import Bucket, Slot, local, pack, squared_norm, unflatten
 from laconic.composition import Deltas
 from laconic.outliers import Norms
 from laconic.probe import Probe, sync_of_deltas
@@ -128,7 +128,7 @@ class DeltaAverager:
 
     def _exchange(self, fragment: int, step: int) -> Roll:
         """At once, a few buckets in the air at a time."""
-        square = sum(float(self._delta(name).double().square().sum()) for name in self.fragments[fragment])
+        square = squared_norm(self._delta(name) for name in self.fragments[fragment])
         present = self._call(step, square).complete()
         problem = self._norms[fragment].problem(present.squares)
         if problem is not None:
@@ -147,7 +147,7 @@ class DeltaAverager:
 
     def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
         buckets = list(buckets)
-        present, cargo = self._call(step, sum(float(bucket.flat.double().square().sum()) for bucket in buckets)), []
+        present, cargo = self._call(step, squared_norm(bucket.flat for bucket in buckets)), []
         for bucket in buckets:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             flight = Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)
@@ -170,13 +170,9 @@ class DeltaAverager:
         return airborne.present.result
 
     def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence[tuple[Bucket, Flight[Reduced]]]) -> None:
-        square = 0.0
-        for bucket, flight in air:
-            mean = self._apply(bucket, flight)
-            if self._probe.watching:
-                square += float(mean.double().square().sum())
+        means = [self._apply(bucket, flight) for bucket, flight in air]
         if self._probe.watching:
-            self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, square))
+            self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, squared_norm(means)))
         if self._deltas.blend == 0:
             self._clean.add(fragment)
 
