@@ -49,6 +49,7 @@ class Auto:
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._loaded: dict[str, Any] | None = None  # from a checkpoint, until the next forward
+        self._bare = False  # an optimizer's state without ours was loaded since
 
     # What is built
 
@@ -77,6 +78,7 @@ class Auto:
         if self.run is not None:
             if self._loaded is not None:
                 self._load(self.run)
+            self._explain_loss()
             return
         optimizers = self._over(ddp)
         if not optimizers:
@@ -85,6 +87,7 @@ class Auto:
         self._attached_once = True
         say(_attached(self.run))
         self._load(self.run)
+        self._explain_loss()
         if "LACONIC_RECORD" in os.environ:
             Meter(self.run, os.environ["LACONIC_RECORD"], tensorboard="LACONIC_TENSORBOARD" in os.environ)
         Dispatcher.of(ddp).before_forward(ddp, inputs)  # registered too late for this forward
@@ -113,8 +116,10 @@ class Auto:
             return self._loaded
         return self.run.state_dict() if self.run.optimizers[:1] == [optimizer] else None
 
-    def take(self, state: dict[str, Any]) -> None:
-        self._loaded = state
+    def take(self, state: dict[str, Any] | None) -> None:
+        """An optimizer has loaded a state dict with this in it."""
+        self._loaded = self._loaded if state is None else state
+        self._bare = self._loaded is None  # of several optimizers, one has it
 
     def _load(self, run: Run) -> None:
         """Use what was loaded: each rank its own, or, where all loaded one rank's, what all ranks have alike."""
@@ -144,6 +149,15 @@ class Auto:
                 "optimizer.state_dict() on every rank, each to a file of its own, to resume exactly",
                 stacklevel=2,
             )
+
+    def _explain_loss(self) -> None:
+        if self._bare:
+            say(
+                f"the optimizer's state that was loaded has nothing of {self.strategy} in it (saved without laconic, or through "
+                "torch.distributed.checkpoint's helpers, which drop it: with these, call laconic.attach in the script and save "
+                "laconic.checkpoint.RankState(run) as well); residuals, anchors and the step count go on as they are"
+            )
+        self._bare = False
 
     # The end
 
@@ -230,8 +244,8 @@ def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    if _auto is not None and KEY in state_dict:
-        _auto.take(state_dict[KEY])
+    if _auto is not None:
+        _auto.take(state_dict.get(KEY))
 
 
 def _at_exit() -> None:
