@@ -153,7 +153,7 @@ class Auto:
     def _explain_loss(self) -> None:
         if self._bare:
             say(
-                f"the optimizer's state that was loaded has nothing of {self.strategy} in it (saved without laconic, or through "
+                f"the optimizer's state that was loaded has nothing of {self.strategy} (saved without laconic, or through "
                 "torch.distributed.checkpoint's helpers, which drop it: with these, call laconic.attach in the script and save "
                 "laconic.checkpoint.RankState(run) as well); residuals, anchors and the step count go on as they are"
             )

@@ -245,7 +245,7 @@ def test_optimizers_built_before_and_after_are_attached_at_the_first_training_fo
     assert done.returncode == 0, done.stderr
     assert "(12 parameters) and SGD, AdamW, 1 ranks" in done.stderr
     assert done.stdout == "nothing yet\n3 True False\n"
-    assert done.stderr.count("the optimizer's state that was loaded has nothing of diloco(2)") == 1
+    assert done.stderr.count("the optimizer's state that was loaded has nothing of diloco(period=2)") == 1
 
 
 @pytest.mark.soak
