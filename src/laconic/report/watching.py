@@ -87,4 +87,6 @@ def _layers(record: RankRecord) -> str:
         return ""
     last = record.layers[-1]
     worst = sorted(last["layers"].items(), key=lambda item: -item[1]["error"])[:3]
+    if not worst or worst[0][1]["error"] == 0:
+        return f"lost in step {last['step']}: nothing"
     return f"lost in step {last['step']}: " + ", ".join(f"{name} {layer['error']:.2%}" for name, layer in worst)
