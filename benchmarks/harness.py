@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -21,10 +22,38 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one alternative over the repeats."""
+    """Seconds of one alternative, repeat by repeat."""
 
-    best: float
-    median: float
+    seconds: Sequence[float]
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What a benchmark stands for, and `python -m benchmarks check` watches: the smaller, the better."""
+
+    name: str
+    value: float
+    noise: float = 0.0  # as a share of it: a repetition is that far off, in two cases of three
+
+
+def ratio(name: str, ours: Timing, theirs: Timing) -> Ratio:
+    """The median over repeats of ours to theirs, each pair taken at the same time."""
+    pairs = [a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
+    return Ratio(name, statistics.median(pairs), median_error(pairs) / statistics.median(pairs))
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of a median, from the quartiles, as if they were those of a normal distribution."""
+    low, _, high = statistics.quantiles(values)
+    return float(1.25 * (high - low) / 1.35 / len(values) ** 0.5)
 
 
 def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, steps: int) -> dict[str, Timing]:
@@ -41,7 +70,7 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, s
             start = time.perf_counter()
             run()
             seconds[name].append((time.perf_counter() - start) / steps)
-    return {name: Timing(min(all_), sorted(all_)[len(all_) // 2]) for name, all_ in seconds.items()}
+    return {name: Timing(all_) for name, all_ in seconds.items()}
 
 
 def peak_extra_bytes(run: Callable[[], object]) -> int:
@@ -102,18 +131,24 @@ def machine() -> dict[str, object]:
     return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
 
 
-def report(name: str, title: str, rows: Sequence[Mapping[str, object]], legend: str) -> None:
-    """Print a table and its legend, and keep both as JSON beside the benchmarks."""
+def show(title: str, rows: Sequence[Mapping[str, object]]) -> None:
+    """Print a table."""
     columns = list(rows[0])
     cells = [[str(row[column]) for column in columns] for row in rows]
     widths = [max(len(text) for text in texts) for texts in zip(columns, *cells, strict=True)]
     print(f"\n{title}\n")
     for texts in (columns, ["-" * width for width in widths], *cells):
         print("  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True)).rstrip())
+
+
+def report(name: str, title: str, rows: Sequence[Mapping[str, object]], legend: str, ratios: Sequence[Ratio] = ()) -> None:
+    """Print a table and its legend, and keep both as JSON beside the benchmarks, with the ratios that are to be watched."""
+    show(title, rows)
     where = machine()
     print(f"\n{legend}\nMachine: {where['cores']} cores, {where['cpu']}; torch {where['torch']}, gloo. Not run on a GPU.")
     RESULTS.mkdir(exist_ok=True)
-    record = {"title": title, "legend": legend, "machine": where, "rows": rows}
+    watched = {ratio.name: [round(ratio.value, 4), round(ratio.noise, 4)] for ratio in ratios}
+    record = {"title": title, "legend": legend, "machine": where, "rows": rows, "ratios": watched}
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 import laconic
-from benchmarks.harness import report, stack, stepper
+from benchmarks.harness import median_error, report, stack, stepper
 from tests.ranks import ranks_within
 
 LAYERS, WIDTH, BATCH, BLOCK, ROUNDS, EVERY = 8, 512, 64, 20, 50, 100
@@ -73,7 +73,7 @@ def main() -> None:
                 "a row a step": f"{statistics.median(on):+.2%}",
                 f"a look every {EVERY} steps": f"{statistics.median(look):+.2%}",
                 "both": f"{both:+.2%}",
-                "standard error": f"{(_error(on) ** 2 + _error(look) ** 2) ** 0.5:.2%}",
+                "standard error": f"{(median_error(on) ** 2 + median_error(look) ** 2) ** 0.5:.2%}",
             }
         )
     legend = (
@@ -83,12 +83,6 @@ def main() -> None:
         "meter. Own code: the time inside the meter's own function, which needs no difference of two noisy numbers."
     )
     report("meter_cost", "What the meter adds to a step", rows, legend)
-
-
-def _error(values: list[float]) -> float:
-    """Of the median, from the quartiles, as if they were those of a normal distribution."""
-    low, _, high = statistics.quantiles(values)
-    return float(1.25 * (high - low) / 1.35 / len(values) ** 0.5)
 
 
 if __name__ == "__main__":
