@@ -29,11 +29,18 @@ check: $(VENV)/installed ## Lint, types, layers
 soak: $(VENV)/installed ## Long matrices and repetitions
 	$(RUN) -m pytest -q -m soak --timeout 3600
 
-bench: $(VENV)/installed ## The benchmarks, side by side with torch's own
-	$(RUN) -m benchmarks
+# The peers that benchmarks compare with live in a .venv of their own.
+$(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(VENV)-bench/bin/python -m pip install --quiet --no-deps --requirement benchmarks/peers.txt
+	touch $@
+
+bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; over an hour
+	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks
 
 pictures: $(VENV)/installed ## The README's pictures, from the record that `make demo` left
 	$(RUN) docs/pictures/draw.py laconic-compare
 
 clean: ## Remove what was built
-	rm -rf $(VENV) laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-bench laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

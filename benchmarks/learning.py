@@ -1,0 +1,139 @@
+"""Loss for seconds and bytes: a transformer of two million parameters behind 100 Mbit/s, equal samples, three seeds."""
+
+import gc
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import peers
+from benchmarks.harness import Ratio, report
+from laconic.lab.link import parse, sent_bytes, start
+from laconic.lab.tasks import BytesGPT
+from laconic.report.summary import seconds_to
+
+HOSTS, LINK, SIZE, SEEDS = 4, "100mbit", "2m", (0, 1, 2)
+STEPS, LONGER = 192, 240  # LONGER: a quarter more, for those who are to reach DDP's loss with local steps
+DDP, OURS = "torch DDP", f"laconic {peers.STREAMING}"
+ALL: Mapping[str, peers.Making] = {**peers.TORCH, **peers.TORCHFT, **peers.OURS, **peers.LIMIT}
+# What runs, in this order, with its steps; the last two seeds leave out what is as slow as DDP and learns the same.
+RUNS: dict[str, tuple[str, int]] = {
+    peers.SILENT: (peers.SILENT, 48),
+    DDP: (DDP, STEPS),
+    "torch powerSGD_hook, rank 4": ("torch powerSGD_hook, rank 4", STEPS),
+    f"torch post-local SGD, {peers.PERIOD}": (f"torch post-local SGD, {peers.PERIOD}", STEPS),
+    f"torchft DiLoCo, {peers.PERIOD}": (f"torchft DiLoCo, {peers.PERIOD}", STEPS),
+    "laconic int8()": ("laconic int8()", STEPS),
+    "laconic streaming_diloco": (OURS, STEPS),
+    "laconic streaming_diloco, a quarter longer": (OURS, LONGER),
+}
+
+
+def train(name: str, steps: int, seed: int) -> dict[str, Any]:
+    """One run: (seconds, loss) now and then, and what the cable carried."""
+    task = BytesGPT(SIZE)
+    torch.manual_seed(seed)
+    one = ALL[name](task.model(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
+    inner = getattr(one.optimizer, "optim", one.optimizer)  # a PostLocalSGDOptimizer is no Optimizer to schedulers
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        inner, lambda step: min(1, (step + 1) / 30) * (0.55 + 0.45 * math.cos(math.pi * min(step / steps, 1)))
+    )
+    batches = task.batches(dist.get_rank(), HOSTS, seed)
+    seconds, sent, curve = 0.0, 0, []
+    for step in range(1, steps + 1):
+        if step % peers.PERIOD == 1:
+            dist.barrier()
+            before, began = sent_bytes(), time.perf_counter()
+        one.step(next(batches))
+        schedule.step()
+        if step % peers.PERIOD == 0:
+            dist.barrier()
+            seconds += time.perf_counter() - began
+            sent += (sent_bytes() or 0) - (before or 0)
+            with one.alike(), torch.no_grad():
+                loss = task.evaluate(getattr(one.model, "module", one.model)) if dist.get_rank() == 0 else 0.0
+            curve.append((seconds, loss))
+    one.stack.close()
+    return {"curve": curve, "sent": sent / steps, "steps": steps}
+
+
+def host() -> None:
+    """All runs of all seeds, as one of the hosts."""
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo")
+    for seed in SEEDS:
+        for label, (name, steps) in RUNS.items():
+            found = train(name, steps, seed)
+            gc.collect()
+            if dist.get_rank() == 0:
+                print(json.dumps({"label": label, "seed": seed, **found}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure() -> list[dict[str, Any]]:
+    """Four hosts; every run as it comes."""
+    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    found, said = [], []
+    with start([sys.executable, "-m", "benchmarks.learning", "--host"], HOSTS, parse(LINK), environment) as process:
+        for line in process.stdout or ():
+            said.append(line)
+            if line.startswith('{"label"'):
+                found.append(json.loads(line))
+                seconds, loss = found[-1]["curve"][-1]
+                print(f"seed {found[-1]['seed']}, {found[-1]['label']}: {seconds:.0f} s, loss {loss:.4f}", flush=True)
+    if process.returncode:
+        raise SystemExit(f"the hosts ended with {process.returncode}:\n{''.join(said[-40:])}")
+    return found
+
+
+def main() -> None:
+    """One table."""
+    found = measure()
+    by = {label: {run["seed"]: run for run in found if run["label"] == label} for label in RUNS}
+    finals = {seed: run["curve"][-1][1] for seed, run in by[DDP].items()}
+    silent = {seed: run["curve"][-1][0] / run["steps"] * STEPS for seed, run in by[peers.SILENT].items()}
+    rows, ratios = [], []
+    for label, runs in by.items():
+        if label == peers.SILENT:
+            continue
+        losses = [run["curve"][-1][1] / finals[seed] for seed, run in runs.items()]
+        times = [seconds_to(run["curve"], finals[seed]) for seed, run in runs.items()]
+        reached = [time_ / silent[seed] for seed, time_ in zip(runs, times, strict=True) if time_ is not None]
+        bytes_ = [run["sent"] / by[DDP][seed]["sent"] for seed, run in runs.items()]
+        rows.append(
+            {
+                "": label,
+                "steps": next(iter(runs.values()))["steps"],
+                "final loss": f"{statistics.mean(run['curve'][-1][1] for run in runs.values()):.4f}",
+                "relative to DDP's": " ".join(f"{loss:.4f}" for loss in losses),
+                "bytes, of DDP's": f"1/{1 / statistics.mean(bytes_):.0f}",
+                "seconds": f"{statistics.mean(run['curve'][-1][0] for run in runs.values()):.0f}",
+                "time to DDP's loss, of the silent run's": " ".join(f"{time_:.2f}" for time_ in reached) or "never",
+                "reached by": f"{len(reached)} of {len(runs)}",
+            }
+        )
+        if label.startswith("laconic"):
+            ratios.append(Ratio(f"{label}, final loss over DDP's", statistics.mean(losses), statistics.stdev(losses)))
+            ratios.append(Ratio(f"{label}, bytes over DDP's", statistics.mean(bytes_)))
+    legend = (
+        f"Byte-level transformer of 2.1 million parameters, SGD with momentum and a cosine, {HOSTS} processes behind "
+        f"{LINK} links on one machine, batch {BytesGPT.BATCH} x {BytesGPT.CONTEXT} each, {len(SEEDS)} seeds, one after "
+        "the other in the same processes. Held-out loss of the averaged model (of the first replica, for torchft and torch, "
+        "which are equal after a sync). Bytes as the kernel counted them. The last "
+        f"column: seconds until DDP's final loss, over those that {STEPS} steps take without talking, seed by seed."
+    )
+    report("learning", "Loss for seconds and bytes", rows, legend, ratios)
+
+
+if __name__ == "__main__":
+    host() if "--host" in sys.argv else main()

@@ -1,0 +1,208 @@
+"""What trains a model in the benchmarks over links: torch's own ways, torchft's, accelerate's, and ours, all in one form."""
+
+import itertools
+import os
+import socket
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import laconic
+
+PERIOD = 24
+STREAMING = f"streaming_diloco({PERIOD}, fragments=4, delay=5, blend=0.0, outer_lr=1.0, outer_momentum=0.2)"
+LONG = timedelta(seconds=600)
+_ports = itertools.count(1)  # every quorum has a lighthouse of its own
+
+
+@dataclass
+class Trainee:
+    """A model on its way: call it with a batch for the loss, then step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    after: Callable[[], object] = lambda: None  # what the user must call after each step
+    alike: Callable[[], Any] = ExitStack  # inside, the model is the replicas' mean, where somebody can tell
+    period: int = 1
+    warm: int = 0  # after so many steps, and whole periods more, nothing is in the air
+    stack: ExitStack = field(default_factory=ExitStack)  # closed in the end
+
+    def step(self, batch: Tensor) -> None:
+        """One step of training."""
+        self.model(batch).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after()
+
+
+Making = Callable[[nn.Module, Callable[[nn.Module], Optimizer]], Trainee]
+
+
+def laconics(strategy: str, period: int = 1) -> Making:
+    """`laconic.attach`."""
+
+    def make(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+        ddp = DistributedDataParallel(model)
+        inner = optimizer(ddp)
+        run = laconic.attach(ddp, inner, strategy)
+        trainee = Trainee(ddp, inner, alike=run.consensus, period=period, warm=period + 5)
+        trainee.stack.callback(run.detach)
+        trainee.stack.callback(run.sync)
+        return trainee
+
+    return make
+
+
+def torch_ddp(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """No hook."""
+    ddp = DistributedDataParallel(model)
+    return Trainee(ddp, optimizer(ddp))
+
+
+def torch_fp16(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """fp16_compress_hook."""
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, fp16_compress_hook)
+    return Trainee(ddp, optimizer(ddp))
+
+
+def torch_powersgd(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """powerSGD_hook of rank 4, in one bucket: with two it dies or hangs on gloo."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1000)
+    ddp.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
+    return Trainee(ddp, optimizer(ddp))
+
+
+def torch_post_local(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """post_localSGD_hook, each rank its own subgroup, with PostLocalSGDOptimizer."""
+    ddp, (alone, _) = DistributedDataParallel(model), dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+    state = post_local.PostLocalSGDState(None, alone, 1)  # type: ignore[no-untyped-call]
+    ddp.register_comm_hook(state, post_local.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=1)
+    return Trainee(ddp, PostLocalSGDOptimizer(optimizer(ddp), averager), period=PERIOD, warm=PERIOD)
+
+
+def accelerate_local(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """accelerate's LocalSGD."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    ddp, inner = accelerator.prepare(model, optimizer(model))
+    local = LocalSGD(accelerator=accelerator, model=ddp, local_sgd_steps=PERIOD, enabled=True)
+    trainee = Trainee(ddp, inner, local.step, period=PERIOD, warm=PERIOD)
+    trainee.stack.enter_context(local)
+    return trainee
+
+
+def torchft_diloco(fragments: int, delay: int) -> Making:
+    """torchft's DiLoCo, each rank a replica group of one; the first one has the lighthouse."""
+
+    def make(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+        inner = optimizer(model)
+        parts = [model] if fragments == 1 else pieces(model, fragments)
+        manager, stack = torchft_manager(model)
+        from torchft.local_sgd import DiLoCo
+
+        outer = [torch.optim.SGD(part.parameters(), lr=1.0, momentum=0.2, nesterov=True) for part in parts]
+        stack.enter_context(DiLoCo(manager, parts, inner, outer, PERIOD, fragment_sync_delay=delay))
+        return Trainee(model, inner, period=PERIOD, warm=PERIOD, stack=stack)
+
+    return make
+
+
+def pieces(model: nn.Module, count: int) -> list[nn.Module]:
+    """The model's parameters in so many modules of about the same size: what torchft calls fragments."""
+    parts, loads = [nn.ParameterList() for _ in range(count)], [0] * count
+    for parameter in sorted(model.parameters(), key=lambda p: -p.numel()):
+        least = loads.index(min(loads))
+        parts[least].append(parameter)
+        loads[least] += parameter.numel()
+    return list(parts)
+
+
+def torchft_manager(model: nn.Module) -> tuple[Any, ExitStack]:
+    """A manager in a quorum with all others; the stack takes it down again, the first rank last."""
+    rank, world, master = dist.get_rank(), dist.get_world_size(), os.environ["MASTER_ADDR"]
+    address = master.rsplit(".", 1)[0] + f".{rank + 1}" if os.environ.get("LACONIC_CABLE") else "127.0.0.1"
+    socket.gethostname = lambda: address  # what torchft tells the others, and in a namespace the machine's name means nothing
+    os.environ.setdefault("RUST_LOG", "error")
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+
+    lighthouse, port = None, int(os.environ["MASTER_PORT"]) + next(_ports)
+    if rank == 0:
+        limits = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 60_000}
+        lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=world, **limits)
+    dist.barrier()
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=LONG),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=world,
+        use_async_quorum=False,
+        timeout=LONG,
+        quorum_timeout=LONG,
+        connect_timeout=LONG,
+        rank=0,
+        world_size=1,
+        store_addr=address,
+        store_port=store.port,
+        lighthouse_addr=f"http://{master}:{port}",
+        replica_id=f"replica_{rank}",
+        hostname=address,
+        init_sync=False,
+        max_retries=0,
+    )
+    manager.start_quorum()  # connects all; else the first sync would pay for it
+    stack = ExitStack()
+
+    def leave() -> None:
+        dist.barrier()
+        manager.shutdown(wait=False)
+        dist.barrier()
+        if lighthouse is not None:
+            lighthouse.shutdown()
+        stack.store = store  # type: ignore[attr-defined]  # lives as long as the manager
+
+    stack.callback(leave)
+    return manager, stack
+
+
+TORCH: dict[str, Making] = {
+    "torch DDP": torch_ddp,
+    "torch fp16_compress_hook": torch_fp16,
+    "torch powerSGD_hook, rank 4": torch_powersgd,
+    f"torch post-local SGD, {PERIOD}": torch_post_local,
+}
+ACCELERATE: dict[str, Making] = {f"accelerate LocalSGD, {PERIOD}": accelerate_local}
+TORCHFT: dict[str, Making] = {
+    f"torchft DiLoCo, {PERIOD}": torchft_diloco(1, 0),
+    f"torchft DiLoCo, {PERIOD}, 4 fragments, delay 5": torchft_diloco(4, 5),
+}
+OURS: dict[str, Making] = {
+    "laconic ddp()": laconics("ddp()"),
+    "laconic int8()": laconics("int8()"),
+    "laconic powersgd(rank=4, warmup=2)": laconics("powersgd(rank=4, warmup=2)"),
+    f"laconic local_sgd({PERIOD})": laconics(f"local_sgd({PERIOD})", PERIOD),
+    f"laconic {STREAMING}": laconics(STREAMING, PERIOD),
+}
+SILENT = "laconic silent()"
+LIMIT: dict[str, Making] = {SILENT: laconics("silent()")}
+warnings.filterwarnings("ignore", "When period is 1")
