@@ -39,8 +39,9 @@ $(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt
 bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; over an hour
 	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks
 
-pictures: $(VENV)/installed ## The README's pictures, from the record that `make demo` left
+pictures: $(VENV)/installed ## The pictures of README and docs, from what `make demo` and `make bench` left
 	$(RUN) docs/pictures/draw.py laconic-compare
+	$(RUN) docs/pictures/benchmarks.py
 
 clean: ## Remove what was built
 	rm -rf $(VENV) $(VENV)-bench laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,5 +1,6 @@
 """What averaging a model's parameters costs beside torch's PeriodicModelAverager: time, memory, and over a slow link."""
 
+import json
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from benchmarks.harness import Timing, interleave, limit_loopback, on_private_link, peak_extra_bytes, report
+from benchmarks.harness import Ratio, Timing, interleave, limit_loopback, on_private_link, peak_extra_bytes, ratio, report
 from laconic.averaging import ParameterAverager
 from laconic.wire import Ledger, TorchGroup
 from tests.ranks import last_ranks, ranks_within
@@ -62,27 +63,31 @@ def memory(rank: int, name: str) -> int:
 def inside(rate_mbit: int) -> None:
     """In a namespace whose loopback is limited."""
     limit_loopback(rate_mbit)
-    timings = ranks_within(1200, WORLD, measure, REPEATS if rate_mbit == 0 else 3)[0]
-    print(*(getattr(timings[name], field) for name in ("torch", "laconic") for field in ("best", "median")), flush=True)
+    timings = ranks_within(1200, WORLD, measure, REPEATS if rate_mbit == 0 else 4)[0]
+    print(json.dumps({name: timing.seconds for name, timing in timings.items()}), flush=True)
 
 
 def main() -> None:
     """All of it."""
     rows: list[dict[str, object]] = []
+    ratios: list[Ratio] = []
     for rate in RATES_MBIT:
-        numbers = [float(word) for word in on_private_link("benchmarks.averaging_cost", rate, capture=True).split()]
+        found = json.loads(on_private_link("benchmarks.averaging_cost", rate, capture=True))
+        theirs, ours = Timing(found["torch"]), Timing(found["laconic"])
+        ratios.append(ratio(f"time, {rate or 'unlimited'} Mbit/s", ours, theirs))
         rows.append(
             {
                 "link": f"{rate} Mbit/s" if rate else "no limit",
                 "what": "time, ms",
-                "torch": f"{numbers[0] * 1e3:.0f}",
-                "laconic": f"{numbers[2] * 1e3:.0f}",
-                "best, relative": f"{numbers[2] / numbers[0]:.2f}",
-                "median, relative": f"{numbers[3] / numbers[1]:.2f}",
+                "torch": f"{theirs.best * 1e3:.0f}",
+                "laconic": f"{ours.best * 1e3:.0f}",
+                "best, relative": f"{ours.best / theirs.best:.2f}",
+                "median, relative": f"{ours.median / theirs.median:.2f}",
             }
         )
     peaks = {name: last_ranks(WORLD, memory, name)[0] for name in ("torch", "laconic")}
     relative = f"{peaks['laconic'] / peaks['torch']:.2f}"
+    ratios.append(Ratio("peak extra memory", peaks["laconic"] / peaks["torch"], 0.05))
     rows.append(
         {
             "link": "",
@@ -95,10 +100,10 @@ def main() -> None:
     )
     legend = (
         f"One averaging of {sum(p.numel() for p in model().parameters()) / 1e6:.0f} million fp32 parameters, {WORLD} processes "
-        f"on one machine's loopback, {REPEATS} interleaved repeats (3 over the limited link). Memory: pages held "
+        f"on one machine's loopback, {REPEATS} interleaved repeats (4 over the limited link). Memory: pages held "
         "beyond those of the model, at most."
     )
-    report("averaging_cost", "Averaging parameters, beside torch's PeriodicModelAverager", rows, legend)
+    report("averaging_cost", "Averaging parameters, beside torch's PeriodicModelAverager", rows, legend, ratios)
 
 
 if __name__ == "__main__":

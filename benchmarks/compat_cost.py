@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Timing, interleave, report, stepper
+from benchmarks.harness import Ratio, Timing, interleave, ratio, report, stepper
 from tests.ranks import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
@@ -48,9 +48,11 @@ def measure(rank: int, name: str) -> dict[str, Timing]:
 def main() -> None:
     """Two ranks, one core each."""
     rows: list[dict[str, object]] = []
+    ratios: list[Ratio] = []
     for name in NAMES:
         timings = ranks_within(600, 2, measure, name)[0]
         theirs, ours = timings["torch"], timings["laconic"]
+        ratios.append(ratio(name, ours, theirs))
         rows.append(
             {
                 "hook": name,
@@ -64,7 +66,7 @@ def main() -> None:
         f"Whole training step, {LAYERS} layers of {WIDTH}x{WIDTH} in one bucket, 2 ranks over loopback without a limit; "
         f"{REPEATS} interleaved repeats of {STEPS} steps."
     )
-    report("compat_cost", "Step time under hooks of the same name", rows, legend)
+    report("compat_cost", "Step time under hooks of the same name", rows, legend, ratios)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import laconic
-from benchmarks.harness import Timing, interleave, peak_extra_bytes, report
+from benchmarks.harness import Ratio, Timing, interleave, peak_extra_bytes, ratio, report
 from laconic.bucket import Bucket, Slot, flatten
 from laconic.reducers.base import Reducer
 from laconic.wire import Ledger, TorchGroup, land
@@ -25,6 +25,9 @@ OTHERS: dict[str, Reducer] = {
     "Quantized(4)": laconic.Quantized(4),
     "Float8()": laconic.Float8(),
     "Cast('fp16')": laconic.Cast("fp16"),
+    "Sign()": laconic.Sign(),
+    "TopK(0.01)": laconic.TopK(0.01),
+    "RandomK(0.05)": laconic.RandomK(0.05),
 }
 
 
@@ -131,6 +134,7 @@ def memory(rank: int, name: str) -> float:
 def main() -> None:
     """One process, and four on the same cores."""
     rows: list[dict[str, object]] = []
+    ratios: list[Ratio] = []
     for world in (1, 4):
         timings = ranks_within(900, world, measure)[0]
         peaks = {name: last_ranks(world, memory, name)[0] for name in timings if name != "copy"}
@@ -138,6 +142,7 @@ def main() -> None:
         pairs += [(f"{label} against fp16_compress_hook", f"laconic {label}", "torch fp16", 3.0) for label in OTHERS]
         for what, mine, theirs, target in pairs:
             our, their = timings[mine], timings[theirs]
+            ratios.append(ratio(f"{what}, {world} processes", our, their))
             rows.append(
                 {
                     "processes": world,
@@ -158,7 +163,7 @@ def main() -> None:
         "takes as long, the distance to the memory's own limit. 'peak': the most memory beyond the bucket itself, residual "
         "included, in sizes of the bucket."
     )
-    report("compressor_cost", "The cost of compressing", rows, legend)
+    report("compressor_cost", "The cost of compressing", rows, legend, ratios)
 
 
 if __name__ == "__main__":

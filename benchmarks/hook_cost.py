@@ -4,7 +4,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
 import laconic
-from benchmarks.harness import Timing, interleave, relative, report, stack, stepper
+from benchmarks.harness import Timing, interleave, ratio, relative, report, stack, stepper
 from tests.ranks import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
@@ -45,7 +45,11 @@ def main() -> None:
         f"where bytes are cheap: what a hook costs, not what it saves. {REPEATS} interleaved repeats of {STEPS} steps; "
         "relative to torch's allreduce_hook."
     )
-    report("hook_cost", "Step time under each hook", rows, legend)
+    ratios = [
+        ratio("ddp() over allreduce_hook", timings["laconic ddp()"], timings["torch allreduce_hook"]),
+        ratio("fp16() over fp16_compress_hook", timings["laconic fp16()"], timings["torch fp16_compress_hook"]),
+    ]
+    report("hook_cost", "Step time under each hook", rows, legend, ratios)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def curve(output: str) -> list[tuple[float, float]]:
 
 def main() -> None:
     """One table: seconds to 1.02 times the loss that the plain script ends with."""
-    curves = {"torchrun, as it is": curve(plain()), **{f"laconic run -s '{text}'": curve(under(text)) for text in STRATEGIES}}
-    base = curves["torchrun, as it is"]
+    curves = {"the script, as it is": curve(plain()), **{f"laconic run -s '{text}'": curve(under(text)) for text in STRATEGIES}}
+    base = curves["the script, as it is"]
     target = base[-1][1] * 1.02
     whole = seconds_to(base, target)
     assert whole is not None
@@ -64,7 +64,7 @@ def main() -> None:
         )
     legend = (
         f"examples/gpt.py, 0.8 million parameters, {STEPS} steps, {HOSTS} processes behind {RATE // 10**6} Mbit/s links "
-        "on one machine, one seed. The loss is what the script prints: held-out, of the first process's own replica."
+        "on one machine, with torchrun's variables, one seed. The loss is what the script prints: held-out, of the first process's own replica."
     )
     report("script", "A script through laconic run, behind a slow link", rows, legend)
 

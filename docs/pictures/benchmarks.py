@@ -1,0 +1,160 @@
+"""Draw the pictures of docs/benchmarks.md from benchmarks/results: `python docs/pictures/benchmarks.py`.
+
+Plotly's figures as a headless Chromium shows them. Every number comes from a result file.
+"""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from playwright.sync_api import sync_playwright
+from plotly.subplots import make_subplots
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "benchmarks/results"
+OURS, THEIRS, LIMIT = "#1f5fa8", "#b3b3b3", "#d9d9d9"
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return found
+
+
+def short(name: str) -> str:
+    """A label that fits: without the arguments of the long ones."""
+    return name.replace(
+        "laconic streaming_diloco(24, fragments=4, delay=5, blend=0.0, outer_lr=1.0, outer_momentum=0.2)",
+        "laconic streaming_diloco",
+    )
+
+
+def colour(name: str) -> str:
+    return LIMIT if "silent" in name else OURS if "laconic" in name else THEIRS
+
+
+def rates() -> go.Figure:
+    links = ["none", "1gbit", "100mbit", "10mbit"]
+    figure = make_subplots(
+        cols=len(links), shared_yaxes=True, subplot_titles=[f"link: {link}" for link in links], horizontal_spacing=0.02
+    )
+    for column, link in enumerate(links, 1):
+        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate"]][::-1]
+        shares = [float(row["share of the silent rate"]) for row in found]
+        names = [short(row[""]) for row in found]
+        figure.add_bar(
+            x=shares, y=names, orientation="h", marker_color=[colour(name) for name in names],
+            text=[f"{share:.2f}" for share in shares], textposition="auto", row=1, col=column,
+        )  # fmt: skip
+        figure.update_xaxes(range=[0, 1.1], row=1, col=column)
+    return figure.update_layout(title="Share of the rate without communication", height=480, width=1250)
+
+
+def learning() -> go.Figure:
+    figure = go.Figure()
+    curves = json.loads((RESULTS / "learning_curves.json").read_text())
+    for name, curve in curves.items():
+        if "longer" not in name:
+            figure.add_scatter(
+                x=[point[0] for point in curve], y=[point[1] for point in curve], name=name, mode="lines+markers"
+            )
+    figure.update_xaxes(title="seconds", type="log").update_yaxes(title="held-out loss")
+    return figure.update_layout(title="Loss for seconds, 100 Mbit/s, equal samples (first seed)", height=480, width=1000)
+
+
+def growth() -> go.Figure:
+    figure = go.Figure()
+    for row in rows("growth"):
+        worlds = {int(key[2:]): float(value) for key, value in row.items() if key.startswith("N=")}
+        dash = "dot" if row[""].startswith("torch") else "solid"
+        figure.add_scatter(x=list(worlds), y=list(worlds.values()), name=row[""], mode="lines+markers", line_dash=dash)
+    figure.update_xaxes(title="ranks", type="log", tickvals=[2, 4, 8, 16, 64, 256]).update_yaxes(
+        title="bytes sent, in sizes of the gradient", type="log"
+    )
+    return figure.update_layout(title="Bytes of one rank as the world grows", height=480, width=1000)
+
+
+def compressors() -> go.Figure:
+    found = [row for row in rows("compressor_cost") if row["processes"] == 4][::-1]
+    figure = make_subplots(
+        cols=2,
+        shared_yaxes=True,
+        subplot_titles=["time, relative to torch's hook", "peak extra memory, in buckets"],
+        horizontal_spacing=0.03,
+    )
+    names = [row["reducer"].replace(" against ", "<br>against ") for row in found]
+    figure.add_bar(
+        x=[float(row["best, relative"]) for row in found],
+        y=names,
+        orientation="h",
+        marker_color=OURS,
+        name="time",
+        row=1,
+        col=1,
+        showlegend=False,
+    )
+    figure.add_vline(x=1, line_dash="dot", row=1, col=1)
+    for column, label, paint in (("peak, buckets", "laconic", OURS), ("torch, buckets", "torch", THEIRS)):
+        figure.add_bar(
+            x=[float(row[column]) for row in found], y=names, orientation="h", marker_color=paint, name=label, row=1, col=2
+        )
+    return figure.update_layout(title="Compressing 19 MB of gradients, 4 processes", height=760, width=1000)
+
+
+def averaging() -> go.Figure:
+    found = rows("averaging_cost")[::-1]
+    names = [f"{row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}" for row in found]
+    figure = go.Figure(
+        go.Bar(
+            x=[float(row["best, relative"]) for row in found],
+            y=names,
+            orientation="h",
+            marker_color=OURS,
+            text=[row["best, relative"] for row in found],
+        )
+    )
+    figure.add_vline(x=1, line_dash="dot")
+    return figure.update_layout(
+        title="Averaging 50 million parameters, relative to torch's PeriodicModelAverager", height=300, width=1000
+    )
+
+
+def startup() -> go.Figure:
+    found = rows("startup")[::-1]
+    figure = go.Figure(
+        go.Bar(
+            x=[float(row["extra ms"]) for row in found],
+            y=[f"{row['command']}<br>above {row['above']}" for row in found],
+            orientation="h",
+            marker_color=OURS,
+            text=[row["extra ms"] for row in found],
+        )
+    )
+    figure.update_xaxes(title="milliseconds")
+    return figure.update_layout(title="Start-up", height=360, width=1000)
+
+
+def main() -> None:
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser_path is None:
+        raise SystemExit("pictures need Chromium: apt install chromium")
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for draw in (rates, learning, growth, compressors, averaging, startup):
+            figure = draw().update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 60, "b": 10})
+            figure.update_yaxes(automargin=True)
+            page = Path(folder, "page.html")
+            figure.write_html(page, include_plotlyjs=True)
+            window = browser.new_page(viewport={"width": figure.layout.width + 20, "height": figure.layout.height + 20})
+            window.goto(page.as_uri())
+            window.wait_for_selector(".plotly .main-svg")
+            window.locator(".plotly-graph-div").screenshot(path=str(HERE / f"{draw.__name__}.png"))
+            window.close()
+            print(f"drawn: docs/pictures/{draw.__name__}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The gate over benchmarks: what counts as worse, and what it is compared with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import check, harness
+from benchmarks.harness import Ratio, Timing, ratio, report
+
+
+def test_a_ratio_is_of_what_ran_at_the_same_time() -> None:
+    slow_moment = 10.0
+    ours, theirs = Timing([1.0, 1.1 * slow_moment, 1.0, 1.0]), Timing([2.0, 2.2 * slow_moment, 2.0, 2.0])
+    found = ratio("half", ours, theirs)
+    assert found.value == pytest.approx(0.5)
+    assert found.noise == pytest.approx(0, abs=1e-9)
+
+
+def test_worse_is_more_than_the_noise_allows() -> None:
+    committed = {"quiet": [1.0, 0.01], "loud": [1.0, 0.1], "gone": [1.0, 0.0], "fine": [1.0, 0.0]}
+    now = {"quiet": [1.1, 0.01], "loud": [1.1, 0.1], "fine": [0.5, 0.0], "new": [3.0, 0.0]}
+    verdicts = {row["ratio"]: row["verdict"] for row in check.compare(committed, now)}
+    assert verdicts == {"quiet": "worse", "loud": "same", "gone": "gone", "fine": "better"}
+
+
+def test_the_gate_runs_the_benchmark_again_and_leaves_the_committed_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    (tmp_path / "growth.json").write_text(json.dumps({"ratios": {"bytes": [1.0, 0.0]}}))
+    before = (tmp_path / "growth.json").read_text()
+    from benchmarks import growth
+
+    for value, code in ((1.0, 0), (1.2, 1)):
+        monkeypatch.setattr(growth, "main", lambda value=value: report("growth", "", [{"a": 1}], "", [Ratio("bytes", value)]))
+        assert check.main(["growth"]) == code
+    assert "1 of the ratios got worse" in capsys.readouterr().out
+    assert (tmp_path / "growth.json").read_text() == before
+
+
+def test_a_benchmark_without_committed_ratios_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match="growth has no committed ratios"):
+        check.main(["growth"])
