@@ -64,7 +64,8 @@ def main() -> None:
         )
     legend = (
         f"examples/gpt.py, 0.8 million parameters, {STEPS} steps, {HOSTS} processes behind {RATE // 10**6} Mbit/s links "
-        "on one machine, with torchrun's variables, one seed. The loss is what the script prints: held-out, of the first process's own replica."
+        "on one machine, with torchrun's variables, one seed. The loss is what the script prints: held-out, of the first "
+        "process's own replica."
     )
     report("script", "A script through laconic run, behind a slow link", rows, legend)
 

@@ -41,8 +41,8 @@ def rates() -> go.Figure:
         cols=len(links), shared_yaxes=True, subplot_titles=[f"link: {link}" for link in links], horizontal_spacing=0.02
     )
     for column, link in enumerate(links, 1):
-        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate"]][::-1]
-        shares = [float(row["share of the silent rate"]) for row in found]
+        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate, best"]][::-1]
+        shares = [float(row["share of the silent rate, best"]) for row in found]
         names = [short(row[""]) for row in found]
         figure.add_bar(
             x=shares, y=names, orientation="h", marker_color=[colour(name) for name in names],
