@@ -26,9 +26,9 @@ class Timed:
         self.meter.stepped()
         self.seconds += time.perf_counter() - start
 
-    def ended(self) -> None:
+    def ended(self, failure: str | None) -> None:
         """The run is over."""
-        self.meter.ended()
+        self.meter.ended(failure)
 
 
 def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], float]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
 
 # Exit code of a process that failed because another one did: `laconic run` passes on the first one's instead.
-LOST_A_PEER = 75
+LOST_A_PEER = 217
 
 
 class UnevenError(RuntimeError):

@@ -1,7 +1,8 @@
 """Attach by itself, to a script that knows nothing of laconic.
 
-`laconic run --strategy "diloco(64)" ... script.py` starts the script by this module. With plain torchrun, set LACONIC_STRATEGY
-and let the script `import laconic.auto` before it builds its model; without the variable that import does nothing.
+`laconic run --strategy "diloco(64)" ... script.py` has this on before the script starts. With plain torchrun, set
+LACONIC_STRATEGY and let the script `import laconic.auto` before it builds its model; without the variable that import does
+nothing.
 
 The first DistributedDataParallel that is built, and all optimizers over its parameters, are attached at its first forward in
 training. Each optimizer's `state_dict()` carries the communication state along, and `load_state_dict()` brings it back. When
@@ -10,14 +11,12 @@ the process group is destroyed, or the script ends, replicas are made equal.
 
 import atexit
 import functools
+import multiprocessing
 import os
-import runpy
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -26,14 +25,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.agreement import LOST_A_PEER, UnevenError, gather_texts
+from laconic.agreement import gather_texts
 from laconic.dispatch import Dispatcher
 from laconic.forecast import predict
 from laconic.meter import Meter
 from laconic.run import Run, attach
 from laconic.spec import strategy as read
 from laconic.state import replicated
-from laconic.wire import CommunicationError, Ledger, land
+from laconic.wire import Ledger, land
 
 KEY = "laconic"  # of the entry in an optimizer's state_dict
 
@@ -44,9 +43,11 @@ class Auto:
     def __init__(self, strategy: str) -> None:
         self.strategy = read(strategy)
         self.run: Run | None = None
+        self.status: Any = None  # that the script asked for by sys.exit
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._built, self._attached_once = 0, False
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._new_optimizers = False  # since the last forward
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._loaded: dict[str, Any] | None = None  # from a checkpoint, until the next forward
         self._bare = False  # an optimizer's state without ours was loaded since
@@ -63,6 +64,7 @@ class Auto:
 
     def saw_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
+        self._new_optimizers = True
         optimizer.register_state_dict_post_hook(_with_state)
         optimizer.register_load_state_dict_pre_hook(_take_state)
 
@@ -73,9 +75,11 @@ class Auto:
 
     def before_forward(self, ddp: DistributedDataParallel, inputs: object) -> None:
         """Attach, at the first forward that a backward may follow; load, where a checkpoint was loaded since the last one."""
-        if self._ddp is None or self._ddp() is not ddp or not torch.is_grad_enabled():
+        if self._ddp is None or self._ddp() is not ddp or not torch.is_grad_enabled() or not dist.is_initialized():
             return
         if self.run is not None:
+            if self._new_optimizers:
+                self._follow(self.run, ddp)
             if self._loaded is not None:
                 self._load(self.run)
             self._explain_loss()
@@ -84,13 +88,21 @@ class Auto:
         if not optimizers:
             return  # they may be built yet
         self.run = attach(ddp, optimizers, self.strategy, scaler=self._scaler())
-        self._attached_once = True
+        self._attached_once, self._new_optimizers = True, False
         say(_attached(self.run))
         self._load(self.run)
         self._explain_loss()
         if "LACONIC_RECORD" in os.environ:
             Meter(self.run, os.environ["LACONIC_RECORD"], tensorboard="LACONIC_TENSORBOARD" in os.environ)
         Dispatcher.of(ddp).before_forward(ddp, inputs)  # registered too late for this forward
+
+    def _follow(self, run: Run, ddp: DistributedDataParallel) -> None:
+        """The script has built another optimizer over the model: its steps count from here on."""
+        self._new_optimizers = False
+        for optimizer in self._over(ddp):
+            if all(optimizer is not known for known in run.optimizers):
+                run.add_optimizer(optimizer)
+                say(f"the script has built another optimizer over the model, {type(optimizer).__name__}; its steps count, too")
 
     def _over(self, ddp: DistributedDataParallel) -> list[Optimizer]:
         """The optimizers over its parameters, but for those that are parts of another one."""
@@ -114,7 +126,9 @@ class Auto:
         """What this optimizer's `state_dict` is to carry: the first one's has it. Nothing is asked of other ranks."""
         if self.run is None or self._loaded is not None:
             return self._loaded
-        return self.run.state_dict() if self.run.optimizers[:1] == [optimizer] else None
+        first = {id(parameter) for group in self.run.optimizers[0].param_groups for parameter in group["params"]}
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return self.run.state_dict() if first & mine else None  # one that has replaced the first has it as well
 
     def take(self, state: dict[str, Any] | None) -> None:
         """An optimizer has loaded a state dict with this in it."""
@@ -134,6 +148,11 @@ class Auto:
         if state["strategy"] != str(run.strategy):
             say(f"the checkpoint is of {state['strategy']}; going on by {run.strategy}")
         if rows == [str(rank) for rank in range(len(rows))]:
+            if state.get("world", len(rows)) != len(rows):
+                say(
+                    f"the checkpoint is of {state['world']} ranks, here are {len(rows)}: what the others had not sent yet is "
+                    "lost; laconic.checkpoint changes the number of ranks without that"
+                )
             run.load_state_dict(state, strict=False)
             return
         if len(set(rows)) > 1:
@@ -162,16 +181,36 @@ class Auto:
     # The end
 
     def finish(self) -> None:
-        """All went well: replicas are made equal, and everything is taken off again. All ranks together."""
-        if self.run is not None:
-            run, self.run = self.run, None
+        """All went well: replicas are made equal, and everything is taken off again. All ranks together.
+
+        Where every step was taken together there is nothing to agree on, and nobody is waited for: the first rank may have
+        a long evaluation before it.
+        """
+        run = self._take_off()
+        if run is not None and run.lockstep:
+            run.warn_if_still_warming_up()
+            run.detach()
+        elif run is not None:
             run.__exit__(None, None, None)
 
     def fail(self, error: BaseException) -> None:
         """The script failed: the other ranks are told, and nobody is waited for."""
-        if self.run is not None:
-            run, self.run = self.run, None
+        run = self._take_off()
+        if run is not None:
             run.__exit__(type(error), error, error.__traceback__)
+
+    def end(self, error: BaseException | None) -> None:
+        """One or the other."""
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.finish()
+        else:
+            self.fail(error)
+
+    def _take_off(self) -> Run | None:
+        run, self.run = self.run, None
+        if run is not None:
+            self._ddp = None  # the next one that is built is the first one again
+        return run
 
     def explain_idleness(self) -> None:
         """Why nothing was attached, if nothing was."""
@@ -200,8 +239,8 @@ def install(strategy: str) -> Auto:
 
     @functools.wraps(destroy)
     def destroy_after_all(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            auto.finish()
+        if group in (None, dist.group.WORLD) or (auto.run is not None and group is auto.run.group.process_group):
+            auto.end(sys.exc_info()[1])  # in a `finally`, it is the error that brought the script here
         destroy(group)
 
     dist.destroy_process_group = destroy_after_all
@@ -214,6 +253,14 @@ def install(strategy: str) -> Auto:
         hook(kind, error, trace)
 
     sys.excepthook = failed
+    leave = sys.exit
+
+    @functools.wraps(leave)
+    def leave_and_remember(status: Any = None, /) -> NoReturn:
+        auto.status = status
+        leave(status)
+
+    sys.exit = leave_and_remember
     return auto
 
 
@@ -251,8 +298,10 @@ def _take_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _at_exit() -> None:
     assert _auto is not None
     if dist.is_initialized():
-        _auto.finish()
-    _auto.explain_idleness()
+        # A handler of the script's own may have kept an error from ours.
+        _auto.end(getattr(sys, "last_value", None) or SystemExit(_auto.status))
+    if multiprocessing.parent_process() is None:  # a DataLoader's process has read the script again, and trains nothing
+        _auto.explain_idleness()
 
 
 def _attached(run: Run) -> str:
@@ -273,62 +322,5 @@ def say(sentence: str) -> None:
         print(f"laconic: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def main(arguments: list[str]) -> None:
-    """Run a script, or `-m module`, as Python would, attached; its exit code and its traceback are its own."""
-    auto = install(os.environ["LACONIC_STRATEGY"])
-    as_module = arguments[:1] == ["-m"]
-    target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
-    sys.argv = [target, *rest]
-    sys.path[0] = "" if as_module else str(Path(target).resolve().parent)
-    code = 0
-    try:
-        if as_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target, run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        if isinstance(stop.code, str):
-            print(stop.code, file=sys.stderr)  # noqa: T201  # as Python does
-        if code:
-            auto.fail(stop)
-    except BaseException as error:
-        error.__traceback__ = _from_script(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 130 if isinstance(error, KeyboardInterrupt) else LOST_A_PEER if _lost_a_peer(error) else 1
-    _leave(code)
-
-
-def _lost_a_peer(error: BaseException | None) -> bool:
-    """Whether it failed only because another rank did."""
-    while error is not None:
-        if isinstance(error, CommunicationError | UnevenError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _leave(code: int) -> NoReturn:
-    """End as Python does, but for the last of it: torch's gloo threads, when they outlive a DDP that globals or cycles keep,
-    abort the process there (3 of 60 short runs of plain DDP on a busy machine, torch 2.13), and the exit code with it."""
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _from_script(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback that begins in the script, as if Python had started it."""
-    ours = (__file__, "<frozen runpy>", runpy.__file__)
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
-        trace = trace.tb_next
-    return trace
-
-
-if __name__ == "__main__":
-    from laconic import auto  # one module, one watcher: this file under its own name
-
-    auto.main(sys.argv[1:])
-elif "LACONIC_STRATEGY" in os.environ:
+if "LACONIC_STRATEGY" in os.environ:
     install(os.environ["LACONIC_STRATEGY"])

@@ -5,10 +5,14 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
 class Clock:
     """Counts optimizer steps; with several optimizers, a step is done when each of them has made one.
+
+    Optimizers that share parameters count as one, of which any makes the step: a script that goes on with another optimizer
+    may keep the old one.
 
     A GradScaler that finds an overflow skips `optimizer.step()`, and it may do so on one rank alone. Where a scaler is
     given, the clock therefore counts calls of `scaler.step`, whether or not they came through: ranks stay in step.
@@ -17,13 +21,27 @@ class Clock:
     def __init__(self, optimizers: Sequence[Optimizer], scaler: torch.amp.GradScaler | None, tick: Callable[[], None]) -> None:
         self.step = 0
         self._tick = tick
-        self._ahead = {id(optimizer): 0 for optimizer in optimizers}  # steps made beyond the clock's
+        self._kin: dict[int, int] = {}  # by an optimizer's id: that of the first one that it shares parameters with
+        self._ahead: dict[int, int] = {}  # steps made beyond the clock's
+        self._owner: dict[int, int] = {}  # of each parameter, by ids
+        self._handles: list[RemovableHandle] = []
         self._scaler = scaler
         self._scaling = False
-        self._handles = [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
+        for optimizer in optimizers:
+            self.add(optimizer)
         if scaler is not None:
             self._scaler_step = scaler.step
             scaler.step = self._scaled_step  # type: ignore[method-assign]  # GradScaler has no hooks of its own
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Count this one's steps, too."""
+        parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        first = next((self._owner[one] for one in parameters if one in self._owner), id(optimizer))
+        self._kin[id(optimizer)] = first
+        self._ahead.setdefault(first, 0)
+        for one in parameters:
+            self._owner.setdefault(one, first)
+        self._handles.append(optimizer.register_step_post_hook(self._stepped))
 
     @property
     def between(self) -> bool:
@@ -42,17 +60,18 @@ class Clock:
             self._count(optimizer)
 
     def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        self._scaling = True
+        known = id(optimizer) in self._kin
+        self._scaling = known  # of a wrapper around one of ours, the inner step is what counts
         try:
             loss = self._scaler_step(optimizer, *args, **kwargs)
         finally:
             self._scaling = False
-        if id(optimizer) in self._ahead:
+        if known:
             self._count(optimizer)
         return loss
 
     def _count(self, optimizer: Optimizer) -> None:
-        self._ahead[id(optimizer)] += 1
+        self._ahead[self._kin[id(optimizer)]] += 1
         if all(self._ahead.values()):
             for key in self._ahead:
                 self._ahead[key] -= 1

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.agreement import LOST_A_PEER
@@ -29,6 +30,8 @@ def launch(
     if tensorboard:
         if record is None:
             raise ValueError("--tensorboard writes into the folder that --record names; give one")
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs TensorBoard: pip install tensorboard")
         environment["LACONIC_TENSORBOARD"] = "1"
     command = [*script, *parsed.training_script_args]
     if link.bits_per_second is not None:
@@ -36,7 +39,7 @@ def launch(
             raise ValueError(f"with --link, give --nproc-per-node as a number of processes, got {parsed.nproc_per_node!r}")
         return _rehearse(command, int(parsed.nproc_per_node), link, environment)
     os.environ.update(environment)
-    parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.auto", command
+    parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.script", command
     alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint
     if alone and parsed.master_port is None and "--master-addr" not in " ".join(arguments).replace("_", "-"):
         parsed.standalone = True  # a free port: two runs on one machine don't meet
@@ -67,13 +70,14 @@ def _rehearse(command: Sequence[str], hosts: int, link: Link, environment: dict[
     problem = refusal(link)
     if problem is not None:
         raise ValueError(problem)
-    process = start([sys.executable, "-m", "laconic.auto", *command], hosts, link, {**os.environ, **environment})
+    process = start([sys.executable, "-m", "laconic.script", *command], hosts, link, {**os.environ, **environment})
     assert process.stdout is not None
     try:
         for line in process.stdout:
             sys.stdout.write(line)
             sys.stdout.flush()
-        return process.wait()
+        code = process.wait()
+        return 1 if code == LOST_A_PEER else code
     finally:
         process.kill()
         process.wait()

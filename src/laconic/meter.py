@@ -9,6 +9,7 @@ what compression lost in each layer, which takes passes over the data. `laconic 
 """
 
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping
@@ -85,10 +86,10 @@ class Meter:
         self._look_ahead()
         self._before, self._time = stats, now
 
-    def ended(self) -> None:
+    def ended(self, failure: str | None) -> None:
         """The run is over."""
         self._probe.watching = self._probe.looking = False
-        self._write({"kind": "end", "time": time.time(), **_totals(self._run.stats())})
+        self._write({"kind": "end", "time": time.time(), "failure": failure, **_totals(self._run.stats())})
         for sink in self._sinks:
             sink.close()
 
@@ -134,18 +135,29 @@ class Meter:
 
 
 class JsonLines:
-    """A line a row. A run that goes on, after a restart, goes on in the same file; if one begins anew, the former is kept."""
+    """A line a row. A run that goes on, after a restart, goes on in the same file; if one begins anew, the former is kept.
+
+    Of a process that was killed, the last line may be half a line; what goes on begins a new one. JSON has no NaN: what is
+    not finite is null.
+    """
 
     def __init__(self, path: Path, *, anew: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if anew and path.exists():
             path.replace(path.with_name(f"{path.name}.old"))
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a", buffering=1 << 16)
+        if torn:
+            self._file.write("\n")
         self._flushed = time.monotonic()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+        try:
+            text = json.dumps(row, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_finite(row))
+        self._file.write(text + "\n")
+        if row["kind"] != "step" or time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._file.flush()
             self._flushed = time.monotonic()
 
@@ -179,6 +191,12 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _totals(stats: Stats) -> dict[str, Any]:

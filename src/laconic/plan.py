@@ -86,6 +86,18 @@ def check_route(
         )
 
 
+def check_sharded(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse local steps by an optimizer that sends its own shard of the parameters to all after each of them."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    local = strategy.averaging is not None or strategy.route.scopes != {"world"} or not strategy.route.talks
+    if local and any(isinstance(one, ZeroRedundancyOptimizer) for one in optimizers):
+        raise ValueError(
+            f"{strategy} takes steps apart, and a ZeroRedundancyOptimizer has each rank step a shard for all: every shard "
+            "would see one rank's gradients alone. Use a strategy that averages gradients in every step, or another optimizer"
+        )
+
+
 def scopes(strategy: Strategy) -> set[Scope]:
     """All groups of ranks that a strategy talks with."""
     averaging = strategy.averaging
@@ -132,6 +144,7 @@ def check(
         raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
     if len({id(one) for one in optimizers}) < len(optimizers):
         raise ValueError("an optimizer is given twice; each of its steps would count as two")
+    check_sharded(chosen, optimizers)
     if ddp is not None:
         _check_ddp(ddp, chosen)
     return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)

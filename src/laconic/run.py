@@ -24,7 +24,7 @@ from laconic.dispatch import Dispatcher
 from laconic.groups import ASIDE, Groups, control_device
 from laconic.hook import GradientHook
 from laconic.local import LocalUpdates
-from laconic.plan import Plan, attached, check, check_route, scopes
+from laconic.plan import Plan, attached, check, check_route, check_sharded, scopes
 from laconic.probe import Probe
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import Release
@@ -112,6 +112,7 @@ class Run:
         self._in_consensus = False
         self._last_tasks: list[Callable[[], object]] = []
         self._live = True
+        self._failure: str | None = None
         self._probe, self._observers = Probe(), []  # type: Probe, list[Observer]
         self._hook: GradientHook | None = None
         if plan.ddp is not None:
@@ -192,6 +193,7 @@ class Run:
             return False
         try:
             if error is not None and not isinstance(error, _Stop):
+                self._failure = f"{type(error).__name__}: {error}"
                 self._report_failure(error)
                 return False
             stop = self._uneven == "stop"
@@ -199,12 +201,7 @@ class Run:
                 land(pulse(False, self._device), self._group, self._control)
             if self._roll.leave(drifted=self._drifted, may_differ=stop):
                 self._local.equalise(self._ledger)
-            if 0 < self._clock.step <= self.strategy.warmup:
-                warnings.warn(
-                    f"{self.strategy} never began: its warm-up of {self.strategy.warmup} steps lasted for all "
-                    f"{self._clock.step}",
-                    stacklevel=2,
-                )
+            self.warn_if_still_warming_up()
             # The store lives in one rank's process: nobody goes before all have read it.
             land(pulse(False, self._device), self._group, self._control)
             return isinstance(error, _Stop)
@@ -297,6 +294,7 @@ class Run:
         try:
             chosen = read(strategy)
             check_route(chosen, self._ddp, self._parameters, self._group.world, self._mesh)
+            check_sharded(chosen, self._optimizers)
         except (TypeError, ValueError) as problem:
             agree([], problem, self._group, self._device)
             raise
@@ -328,7 +326,7 @@ class Run:
                 task()
         self._live = False
         for observer in self._observers:
-            observer.ended()
+            observer.ended(self._failure)
         drifted = self._drifted
         self._clock.stop()
         if self._readiness is not None:
@@ -380,6 +378,21 @@ class Run:
         """Whether every rank has the same parameters and optimizer state after every step."""
         return self.strategy.averaging is None and self.strategy.route.scopes == {"world"} and not self._drifted
 
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the steps of another one over the same model; all ranks alike. If it shares parameters, it replaces."""
+        self._require_live("add_optimizer")
+        self._optimizers.append(optimizer)
+        self._clock.add(optimizer)
+        attached.add(optimizer)
+
+    def warn_if_still_warming_up(self) -> None:
+        """At the end: the strategy that was asked for has done nothing."""
+        if 0 < self._clock.step <= self.strategy.warmup:
+            warnings.warn(
+                f"{self.strategy} never began: its warm-up of {self.strategy.warmup} steps lasted for all {self._clock.step}",
+                stacklevel=3,
+            )
+
     def before_detach(self, task: Callable[[], object]) -> None:
         """Have this done, unless an exception ends the run, while its process groups are still there."""
         self._last_tasks = [task]
@@ -402,6 +415,7 @@ class Run:
         return {
             "version": VERSION,
             "rank": self._group.rank,
+            "world": self._group.world,
             "kept": [f"{name}: {key}" for name, slot in self._memory.items() for key in slot],
             "strategy": str(self.strategy),
             "step": self._clock.step,

@@ -28,6 +28,6 @@ class Observer(Protocol):
         """A step is complete, and what was due after it."""
         ...
 
-    def ended(self) -> None:
-        """The run is about to be taken off."""
+    def ended(self, failure: str | None) -> None:
+        """The run is about to be taken off; `failure`: why, unless all went well."""
         ...

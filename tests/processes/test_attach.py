@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
@@ -50,12 +51,18 @@ def taken_scaler() -> torch.amp.GradScaler:
     return scaler
 
 
+def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(chain)
+    return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
 def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make()
     return model, sgd(model)
 
 
 CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]] = [
+    (sharded, "diloco(2)", {}, ValueError, "takes steps apart, and a ZeroRedundancyOptimizer"),
     (bare_parameterless, "silent()", {}, ValueError, "ReLU has no parameters that are trained"),
     (lambda: pair(chain), "bf16()", {}, ValueError, "averages gradients, which needs a DistributedDataParallel"),
     (lambda: pair(lambda: build(chain)), "bf61()", {}, ValueError, "did you mean 'bf16'?"),

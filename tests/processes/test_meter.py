@@ -1,5 +1,6 @@
 """The meter: what it writes is what happened, and nothing happens because of it."""
 
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 import laconic
 from laconic.cli import app
 from laconic.lab.link import Link, start
+from laconic.meter import JsonLines
 from laconic.report import run_page, runs
 from laconic.report.watching import watch
 from tests.lab.test_link import needs_link
@@ -159,6 +161,54 @@ def row(**parts: Any) -> str:
 
 START = {"kind": "start", "version": 1, "time": 0.0, "strategy": "<b>int8()</b>", "rank": 0, "world": 1, "step": 0}
 START |= {"parameters": 1000, "torch": "2", "host": "here"}
+
+
+def start_row(rank: int, world: int) -> dict[str, Any]:
+    return {**START, "rank": rank, "world": world}
+
+
+STEP = {"kind": "step", "step": 1, "time": 0.0, "seconds": 0.1, "wire_bytes": 8, "wait_seconds": 0.0, "work_seconds": 0.0}
+
+
+def test_half_a_line_of_a_killed_run_and_old_ranks_do_no_harm(tmp_path: Path) -> None:
+    for rank in range(4):  # four ranks, of which the first is killed in the middle of a line
+        sink = JsonLines(tmp_path / f"rank-{rank}.jsonl", anew=True)
+        sink.write(start_row(rank, 4))
+        sink.write(STEP)
+        sink.close()
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write('{"kind": "layers", "step": 1, "lay')
+    sink = JsonLines(tmp_path / "rank-0.jsonl", anew=False)
+    sink.write(start_row(0, 4))
+    sink.write(STEP)
+    sink.close()
+    records = runs.read(tmp_path)
+    assert [len(record.steps) for record in records] == [2, 1, 1, 1]
+    for rank in range(2):  # then two
+        sink = JsonLines(tmp_path / f"rank-{rank}.jsonl", anew=True)
+        sink.write(start_row(rank, 2))
+        sink.close()
+    assert len(runs.read(tmp_path)) == 2
+
+
+def test_what_is_not_finite_is_null_and_shown(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path / "rank-0.jsonl", anew=True)
+    layers = {"a": {"error": math.nan, "residual": math.inf}, "b": {"error": 0.5, "residual": 1.0}}
+    for row in (start_row(0, 1), STEP, {"kind": "layers", "step": 1, "layers": layers}):
+        sink.write(row)
+    sink.write({"kind": "end", "failure": "ValueError: no"})
+    sink.close()
+    text = (tmp_path / "rank-0.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    records = runs.read(tmp_path)
+    assert runs.worst(records[0], 2) == [("a", None), ("b", 0.5)]
+    console = Console(record=True, width=120, file=io.StringIO())
+    watch(tmp_path, console, once=True)
+    shown = console.export_text()
+    assert "a (not finite), b 50.00%" in shown
+    assert "failed" in shown
+    assert "ValueError: no" in run_page.page(records)
 
 
 def test_a_run_is_watched_while_it_goes_on_and_after_its_end(tmp_path: Path) -> None:

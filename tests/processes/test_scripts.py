@@ -1,5 +1,6 @@
 """Scripts that know nothing of laconic, under `laconic run`."""
 
+import gzip
 import os
 import re
 import signal
@@ -174,6 +175,63 @@ def test_a_crash_on_one_rank_in_training_ends_the_others_and_names_it(tmp_path: 
     assert time.monotonic() - start < 100
 
 
+FINALLY = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    for step in range(6):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step == 3 and dist.get_rank() == 1:
+            sys.exit(7)
+        dist.all_reduce(torch.ones(1))  # the script's own: nobody looks after rank 0 in there
+finally:
+    dist.destroy_process_group()
+"""
+
+
+def test_an_error_in_a_script_that_cleans_up_is_not_taken_for_the_end(tmp_path: Path, launch: Launch) -> None:
+    began = time.monotonic()
+    assert launch("diloco(2)", written(tmp_path, FINALLY)).returncode == 7
+    assert time.monotonic() - began < 60
+
+
+STAGES = """
+import gzip, os, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+log, packed = open("log.txt", "w"), gzip.open("log.gz", "wt")
+def note(text):
+    log.write(text), packed.write(text)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+first = optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    if step == 4:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+import laconic.auto
+stats = laconic.auto._auto.run.stats()
+note(f"{stats.steps} {stats.syncs} {'laconic' in optimizer.state_dict()} {os.path.isabs(__file__)}")
+dist.destroy_process_group()
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_a_script_that_goes_on_with_another_optimizer_and_leaves_files_open(tmp_path: Path) -> None:
+    written(tmp_path, STAGES)
+    environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "local_sgd(2)"}
+    command = [sys.executable, "-m", "laconic.script", "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("another optimizer over the model, Adam") == 1
+    assert (tmp_path / "log.txt").read_text() == "8 4 True True"
+    assert gzip.decompress((tmp_path / "log.gz").read_bytes()) == b"8 4 True True"
+
+
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     text = (SCRIPTS / "plain.py").read_text().replace("range(3)", "range(100000)")
     command = laconic_run("int8()", written(tmp_path, text), str(tmp_path))
@@ -192,7 +250,7 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 def test_a_script_without_a_ddp_gets_a_sentence(tmp_path: Path) -> None:
     script = written(tmp_path, "print('done')")
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
-    command = [sys.executable, "-m", "laconic.auto", str(script)]
+    command = [sys.executable, "-m", "laconic.script", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert done.stderr.count("never built a DistributedDataParallel") == 1
@@ -240,7 +298,7 @@ dist.destroy_process_group()
 
 def test_optimizers_built_before_and_after_are_attached_at_the_first_training_forward(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "diloco(2)"}
-    command = [sys.executable, "-m", "laconic.auto", str(written(tmp_path, SEVERAL))]
+    command = [sys.executable, "-m", "laconic.script", str(written(tmp_path, SEVERAL))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "(12 parameters) and SGD, AdamW, 1 ranks" in done.stderr
@@ -277,7 +335,7 @@ def test_a_rehearsal_of_a_slow_link(tmp_path: Path, launch: Launch) -> None:
 
 def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
-    command = [sys.executable, "-m", "laconic.auto", str(written(tmp_path, TWO))]
+    command = [sys.executable, "-m", "laconic.script", str(written(tmp_path, TWO))]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("builds a second DistributedDataParallel") == 1

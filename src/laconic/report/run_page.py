@@ -8,7 +8,7 @@ from typing import Any
 from laconic.report.charts import COLOURS, TIMELINE_STEPS, Figure, layout
 from laconic.report.page import FILE, document
 from laconic.report.records import write_whole
-from laconic.report.runs import RankRecord, read
+from laconic.report.runs import RankRecord, read, worst
 from laconic.report.terminal import human
 
 MOST_LAYERS, MOST_POINTS = 40, 2000
@@ -70,7 +70,7 @@ def _cells(record: RankRecord) -> list[str]:
         f"{(record.mean('seconds') or 0) * 1e3:.1f} ms",
         human(record.mean("wire_bytes")),
         *("" if share is None else f"{share:.0%}" for share in shares),
-        "yes" if record.end else "no",
+        "no" if record.end is None else record.end.get("failure") or "yes",
     ]
 
 
@@ -167,11 +167,11 @@ def _syncs(record: RankRecord) -> Figure:
 
 
 def _layers(record: RankRecord) -> Figure:
-    found = sorted(record.layers[-1]["layers"].items(), key=lambda item: -item[1]["error"])[:MOST_LAYERS]
+    found = worst(record, MOST_LAYERS)
     trace = {
         "type": "bar",
         "orientation": "h",
-        "x": [layer["error"] for _, layer in found],
+        "x": [error for _, error in found],
         "y": [html.escape(name) for name, _ in found],
         "marker": {"color": COLOURS[0]},
         "showlegend": False,

@@ -35,7 +35,16 @@ def read(folder: Path) -> list[RankRecord]:
     files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank-")))
     if not files:
         raise ValueError(f"{folder} has no rank-0.jsonl; is it the folder that a run is recorded in?")
-    return [record for file in files if (record := _rank(file)) is not None]
+    records = [record for file in files if (record := _rank(file)) is not None]
+    # A run on more ranks may have been recorded here before.
+    return [record for record in records if record.rank < records[0].start["world"]]
+
+
+def worst(record: RankRecord, count: int) -> list[tuple[str, float | None]]:
+    """The layers that lost most in the last look, and how much of their norm; None: it was not finite."""
+    layers = record.layers[-1]["layers"] if record.layers else {}
+    errors = [(name, layer["error"]) for name, layer in layers.items()]
+    return sorted(errors, key=lambda item: (item[1] is not None, -(item[1] or 0.0)))[:count]
 
 
 def _rank(file: Path) -> RankRecord | None:
@@ -46,6 +55,8 @@ def _rank(file: Path) -> RankRecord | None:
             row = json.loads(line)
             kind = row["kind"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if '"kind": "start"' in lines[number][:20]:
+                continue  # half a line: the process was killed while it wrote, and started again
             raise ValueError(f"{file}, line {number} is damaged: {error}") from error
         if kind == "start":
             if row.get("version") != VERSION:

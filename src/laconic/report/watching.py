@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from laconic.report.runs import RankRecord, read
+from laconic.report.runs import RankRecord, read, worst
 from laconic.report.terminal import human
 
 RECENT_STEPS, SILENT_SECONDS = 50, 15
@@ -65,7 +65,7 @@ def _cells(record: RankRecord) -> list[str]:
 
 def _state(record: RankRecord) -> str:
     if record.end is not None:
-        return "ended"
+        return "failed" if record.end.get("failure") else "ended"
     last = record.steps[-1]["time"] if record.steps else record.start["time"]
     silent = time.time() - last
     restarted = f", started {record.starts} times" if record.starts > 1 else ""
@@ -85,8 +85,9 @@ def _sync(record: RankRecord) -> str:
 def _layers(record: RankRecord) -> str:
     if not record.layers:
         return ""
-    last = record.layers[-1]
-    worst = sorted(last["layers"].items(), key=lambda item: -item[1]["error"])[:3]
-    if not worst or worst[0][1]["error"] == 0:
-        return f"lost in step {last['step']}: nothing"
-    return f"lost in step {last['step']}: " + ", ".join(f"{name} {layer['error']:.2%}" for name, layer in worst)
+    step, found = record.layers[-1]["step"], worst(record, 3)
+    if not found or found[0][1] == 0:
+        return f"lost in step {step}: nothing"
+    return f"lost in step {step}: " + ", ".join(
+        f"{name} {'(not finite)' if error is None else format(error, '.2%')}" for name, error in found
+    )

@@ -1,0 +1,54 @@
+"""Steps are counted once, whoever makes them."""
+
+import pytest
+import torch
+from torch import nn
+
+from laconic.clock import Clock
+
+
+def test_optimizers_that_share_parameters_count_as_one() -> None:
+    model = nn.Linear(2, 2)
+    old, new = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=0.1)
+    ticks: list[int] = []
+    clock = Clock([old], None, lambda: ticks.append(clock.step))
+    old.step()
+    clock.add(new)
+    new.step()
+    new.step()
+    assert ticks == [1, 2, 3]
+    clock.stop()
+    new.step()
+    assert clock.step == 3
+
+
+def test_optimizers_of_different_parameters_make_one_step_together() -> None:
+    model = nn.Linear(2, 2)
+    one, other = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    clock = Clock([one, other], None, lambda: None)
+    one.step()
+    assert (clock.step, clock.between) == (0, True)
+    other.step()
+    assert (clock.step, clock.between) == (1, False)
+
+
+class Wrapper:
+    """As some optimizers around others are: no torch.optim.Optimizer itself."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_step_through_a_scaler_counts_once_also_by_a_wrapper(wrapped: bool) -> None:
+    model, scaler = nn.Linear(2, 2), torch.amp.GradScaler("cpu")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = Clock([inner], scaler, lambda: None)
+    for _ in range(3):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(Wrapper(inner) if wrapped else inner)  # type: ignore[arg-type]
+        scaler.update()
+    assert clock.step == 3
