@@ -41,7 +41,7 @@ bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own 
 
 pictures: $(VENV)/installed ## The pictures of README and docs, from what `make demo` and `make bench` left
 	$(RUN) docs/pictures/draw.py laconic-compare
-	$(RUN) docs/pictures/benchmarks.py
+	$(RUN) docs/pictures/draw_benchmarks.py
 
 clean: ## Remove what was built
 	rm -rf $(VENV) $(VENV)-bench laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/benchmarks.md from benchmarks/results: `python docs/pictures/benchmarks.py`.
+"""Draw the pictures of docs/benchmarks.md from benchmarks/results: `python docs/pictures/draw_benchmarks.py`.
 
 Plotly's figures as a headless Chromium shows them. Every number comes from a result file.
 """
