@@ -36,7 +36,7 @@ def colour(name: str) -> str:
 
 
 def rates() -> go.Figure:
-    links = ["none", "1gbit", "100mbit", "10mbit"]
+    links = [link for link in ("none", "1gbit", "100mbit", "10mbit") if (RESULTS / f"rates-{link}.json").exists()]
     figure = make_subplots(
         cols=len(links), shared_yaxes=True, subplot_titles=[f"link: {link}" for link in links], horizontal_spacing=0.02
     )
