@@ -91,13 +91,14 @@ def measure(link: Link, group: str, few: int) -> dict[str, Any]:
 def row(name: str, silent: Timing, mine: Timing, sent: list[int | None]) -> dict[str, object]:
     """One line of a table."""
     cable = [count for count in sent if count is not None]
+    share = 1 / ratio(name, mine, silent).value
     return {
         "": name,
         "ms a step, best": f"{mine.best * 1e3:.0f}",
         "median": f"{mine.median * 1e3:.0f}",
         "share of the silent rate, best": f"{silent.best / mine.best:.3f}",
-        "median of rounds": f"{1 / ratio(name, mine, silent).value:.3f}",
-        "+-": f"{ratio(name, mine, silent).noise:.3f}",
+        "median of rounds": f"{share:.3f}",
+        "+-": f"{share * ratio(name, mine, silent).noise:.3f}",
         "kB": f"{statistics.median(cable) / 1e3:.1f}" if cable else "",
     }
 

@@ -49,7 +49,7 @@ def rates() -> go.Figure:
             text=[f"{share:.2f}" for share in shares], textposition="auto", row=1, col=column,
         )  # fmt: skip
         figure.update_xaxes(range=[0, 1.1], row=1, col=column)
-    return figure.update_layout(title="Share of the rate without communication", height=480, width=1250)
+    return figure.update_layout(title="Share of the rate without communication", height=480, width=1150, showlegend=False)
 
 
 def learning() -> go.Figure:
