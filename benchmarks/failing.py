@@ -43,7 +43,8 @@ def outcome(name: str) -> str:
         ranks_within(30, 2, hook, name)
     except AssertionError as error:
         lines = [line for line in str(error).splitlines() if line and not line.startswith((" ", "rank", "Traceback"))]
-        return lines[-1][:150] if lines else "the process died"
+        errors = [line for line in lines if "Error" in line] or lines or ["the process died"]
+        return errors[-1].rpartition("callback: ")[2][:150]
     return "runs"
 
 

@@ -4,8 +4,8 @@
 LACONIC_STRATEGY and let the script `import laconic.auto` before it builds its model; without the variable that import does
 nothing.
 
-The first DistributedDataParallel that is built, and all optimizers over its parameters, are attached at its first forward in
-training. Each optimizer's `state_dict()` carries the communication state along, and `load_state_dict()` brings it back. When
+The first DistributedDataParallel that is built, and all optimizers over its parameters, are attached at its first forward with
+gradients. Each optimizer's `state_dict()` carries the communication state along, and `load_state_dict()` brings it back. When
 the process group is destroyed, or the script ends, replicas are made equal.
 """
 

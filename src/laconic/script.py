@@ -66,11 +66,11 @@ def _leave(code: int) -> NoReturn:
 
 def _close_files() -> None:
     """What the interpreter's end does for files that are still open: text, then what compresses, then what lies below."""
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase) and not thing.closed]
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase)]
     plain = (io.BufferedWriter, io.BufferedReader, io.BufferedRandom, io.BufferedRWPair, io.RawIOBase)
     order = sorted(files, key=lambda file: 0 if isinstance(file, io.TextIOBase) else 2 if isinstance(file, plain) else 1)
     for file in order:
-        with contextlib.suppress(OSError, ValueError):  # its disk or its peer is gone, or another has closed it: as at any end
+        with contextlib.suppress(OSError, ValueError):  # closed or detached, or its disk or peer is gone: as at any end
             file.flush()
             if not isinstance(file, plain) and file not in (sys.stdout, sys.stderr):
                 file.close()

@@ -203,6 +203,8 @@ STAGES = """
 import gzip, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 log, packed = open("log.txt", "w"), gzip.open("log.gz", "wt")
+taken_apart = open("other.txt", "w")
+below = taken_apart.detach()
 def note(text):
     log.write(text), packed.write(text)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
