@@ -93,7 +93,7 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
         for chunk in torch.split(tensor.reshape(-1) if flat is None else flat, CHUNK):
             precise = chunk.double()
             square = precise.dot(precise)
-            total = square if total is None else total + square
+            total = square if total is None else total + square.to(total.device)  # a model may lie on several
     return 0.0 if total is None else float(total)
 
 

@@ -145,7 +145,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         if anew and path.exists():
             path.replace(path.with_name(f"{path.name}.old"))
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = path.exists() and _last_byte(path) not in (b"", b"\n")
         self._file = path.open("a", buffering=1 << 16)
         if torn:
             self._file.write("\n")
@@ -191,6 +191,12 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1))
+        return file.read()
 
 
 def _finite(value: Any) -> Any:
