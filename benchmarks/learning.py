@@ -23,14 +23,14 @@ from laconic.report.summary import seconds_to
 HOSTS, LINK, SIZE, SEEDS = 4, "100mbit", "2m", (0, 1, 2)
 STEPS, LONGER = 192, 240  # LONGER: a quarter more, for those who are to reach DDP's loss with local steps
 DDP, OURS = "torch DDP", f"laconic {peers.STREAMING}"
-ALL: Mapping[str, peers.Making] = {**peers.TORCH, **peers.TORCHFT, **peers.OURS, **peers.LIMIT}
+ALL: Mapping[str, peers.Making] = {**peers.TORCH, **peers.ACCELERATE, **peers.TORCHFT, **peers.OURS, **peers.LIMIT}
 # What runs, in this order, and its steps.
 RUNS: dict[str, tuple[str, int]] = {
     peers.SILENT: (peers.SILENT, 48),
     DDP: (DDP, STEPS),
     "torch powerSGD_hook, rank 4": ("torch powerSGD_hook, rank 4", STEPS),
     f"torch post-local SGD, {peers.PERIOD}": (f"torch post-local SGD, {peers.PERIOD}", STEPS),
-    f"torchft DiLoCo, {peers.PERIOD}": (f"torchft DiLoCo, {peers.PERIOD}", STEPS),
+    **{name: (name, STEPS) for name in (*peers.ACCELERATE, *peers.TORCHFT)},
     "laconic int8()": ("laconic int8()", STEPS),
     "laconic streaming_diloco": (OURS, STEPS),
     "laconic streaming_diloco, a quarter longer": (OURS, LONGER),
@@ -42,7 +42,7 @@ def train(name: str, steps: int, seed: int) -> dict[str, Any]:
     task = BytesGPT(SIZE)
     torch.manual_seed(seed)
     one = ALL[name](task.model(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True))
-    inner = getattr(one.optimizer, "optim", one.optimizer)  # a PostLocalSGDOptimizer is no Optimizer to schedulers
+    inner = getattr(one.optimizer, "optim", getattr(one.optimizer, "optimizer", one.optimizer))  # unwrapped
     schedule = torch.optim.lr_scheduler.LambdaLR(
         inner, lambda step: min(1, (step + 1) / 30) * (0.55 + 0.45 * math.cos(math.pi * min(step / steps, 1)))
     )
