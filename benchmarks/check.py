@@ -36,26 +36,38 @@ def compare(committed: dict[str, list[float]], now: dict[str, list[float]]) -> l
     return rows
 
 
+def committed_ratios(name: str) -> dict[str, dict[str, list[float]]]:
+    """The committed ratios of a benchmark by file: it may have written one table or, as `rates` one a link, several."""
+    files = [harness.RESULTS / f"{name}.json", *sorted(harness.RESULTS.glob(f"{name}-*.json"))]
+    found = {file.name: json.loads(file.read_text()).get("ratios", {}) for file in files if file.exists()}
+    found = {file: ratios for file, ratios in found.items() if ratios}
+    if not found:
+        raise SystemExit(
+            f"{name} has no committed ratios to compare with: run python -m benchmarks {name}, and commit {files[0].name}"
+        )
+    return found
+
+
+def run_again(name: str, folder: Path) -> None:
+    """The benchmark, its results in that folder instead of the committed ones'."""
+    home, harness.RESULTS = harness.RESULTS, folder
+    try:
+        importlib.import_module(f"benchmarks.{name}").main()
+    finally:
+        harness.RESULTS = home
+
+
 def main(names: Sequence[str] = ()) -> int:
     """0: nothing got worse."""
-    home, worse = harness.RESULTS, 0
-    for name in names or QUICK:
-        file = home / f"{name}.json"
-        committed = json.loads(file.read_text()).get("ratios", {}) if file.exists() else {}
-        if not committed:
-            raise SystemExit(
-                f"{name} has no committed ratios to compare with: run python -m benchmarks {name}, and commit {file}"
-            )
+    committed, worse = {name: committed_ratios(name) for name in names or QUICK}, 0
+    for name, files in committed.items():
         with tempfile.TemporaryDirectory() as folder:
-            harness.RESULTS = Path(folder)
-            try:
-                importlib.import_module(f"benchmarks.{name}").main()
-            finally:
-                harness.RESULTS = home
-            now = json.loads(Path(folder, f"{name}.json").read_text())["ratios"]
-        rows = compare(committed, now)
-        worse += sum(row["verdict"] in ("worse", "gone") for row in rows)
-        harness.show(f"{name}: against what is committed", rows)
+            run_again(name, Path(folder))
+            for file, before in files.items():
+                now = Path(folder, file)
+                rows = compare(before, json.loads(now.read_text())["ratios"] if now.exists() else {})
+                worse += sum(row["verdict"] in ("worse", "gone") for row in rows)
+                harness.show(f"{file}: against what is committed", rows)
     print(
         f"\n{worse} of the ratios got worse by more than their noise" if worse else "\nnothing got worse by more than its noise"
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,7 +60,8 @@ def median_error(values: Sequence[float]) -> float:
 def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, steps: int) -> dict[str, Timing]:
     """Seconds a step of each alternative, each run once a round in turn: a slow moment of the machine hits them all.
 
-    What an alternative has as its `prepare` is called before, untimed.
+    What an alternative has as its `prepare` is called before, untimed. Live ranks start each together: one's tail is not the
+    next one's head.
     """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for _ in range(repeats):
@@ -67,6 +69,8 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, s
             prepare = getattr(run, "prepare", None)
             if prepare is not None:
                 prepare()
+            if dist.is_initialized():
+                dist.barrier()
             start = time.perf_counter()
             run()
             seconds[name].append((time.perf_counter() - start) / steps)

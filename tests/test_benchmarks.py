@@ -39,6 +39,24 @@ def test_the_gate_runs_the_benchmark_again_and_leaves_the_committed_file(
     assert (tmp_path / "growth.json").read_text() == before
 
 
+def test_a_benchmark_with_several_tables_is_compared_in_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    from benchmarks import rates
+
+    def again(slow: float = 1.0) -> None:
+        report("rates-1gbit", "", [{"a": 1}], "", [Ratio("time", 1.0)])
+        report("rates-10mbit", "", [{"a": 1}], "", [Ratio("time", slow)])
+
+    again()
+    monkeypatch.setattr(rates, "main", again)
+    assert check.main(["rates"]) == 0
+    monkeypatch.setattr(rates, "main", lambda: again(1.5))
+    assert check.main(["rates"]) == 1
+    assert "rates-10mbit.json: against what is committed" in capsys.readouterr().out
+
+
 def test_a_benchmark_without_committed_ratios_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match="growth has no committed ratios"):

@@ -22,8 +22,9 @@ class Deltas:
 
     The mean delta goes through `outer`, an optimizer over the anchor. With `fragments`, parameters take turns within the
     period; with `delay`, an exchange has so many steps to land while training goes on; `blend` is the weight of the local
-    parameters when it does. `offload` keeps the anchor and the outer optimizer's memory on the CPU. A round whose deltas'
-    norm is more than `outlier` standard deviations above that of the rounds before is skipped; None: none is.
+    parameters when it does, and with `carry` the steps made in the meantime go on top of the rest. `offload` keeps the
+    anchor and the outer optimizer's memory on the CPU. A round whose deltas' norm is more than `outlier` standard
+    deviations above that of the rounds before is skipped; None: none is.
     """
 
     outer: Outer
@@ -32,6 +33,7 @@ class Deltas:
     order: str = "strided"  # by layer, "strided" or "contiguous"; or in runs of equal "bytes"
     delay: int = 0
     blend: float = 0.0
+    carry: bool = False
     offload: bool = False
     outlier: float | None = None
 
@@ -52,6 +54,8 @@ class Deltas:
             raise ValueError(f"outlier must be above 0 standard deviations, or None to skip no round, got {self.outlier!r}")
         if not 0 <= self.blend <= 1:
             raise ValueError(f"blend must be from 0 (adopt global parameters) to 1 (keep local ones), got {self.blend!r}")
+        if not isinstance(self.carry, bool):
+            raise TypeError(f"carry must be True or False, got {self.carry!r}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class DeltaAverager:
     """Sends anchor - parameters by any reducer, and moves the anchor by an outer optimizer's step on the mean.
 
     Maths, for each fragment: delta = mean of anchor - x as x was at the launch; anchor <- outer(anchor, delta) at the
-    landing; x <- blend * x + (1 - blend) * anchor. Anchors of 16-bit parameters are kept in fp32.
+    landing; x <- blend * x + (1 - blend) * there, where `there` is the anchor or, with `carry`, the anchor + x - x as it was
+    at the launch: what a replica learns while its delta is in the air counts in its next one. Anchors of 16-bit parameters
+    are kept in fp32.
     Bytes: the reducer's.  Memory: the anchor, what the outer optimizer keeps, and the deltas in the air.
 
     An exchange in the air holds all that it needs: its i-th of R rounds leaves i * delay / R steps after the first, whatever
@@ -135,13 +137,13 @@ class DeltaAverager:
             self._skip(fragment, problem, step)
             return present
         self._use_rates(present)
-        air: list[tuple[Bucket, Flight[Reduced]]] = []
+        air: list[_Cargo] = []
         for bucket in self._bucketed(fragment, step):
             if len(air) >= WINDOW:
-                air[-WINDOW][1].complete()
-            air.append((bucket, Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)))
-        for _, flight in air:
-            flight.complete()
+                air[-WINDOW].flight.complete()
+            air.append(_Cargo(bucket, Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)))
+        for cargo in air:
+            cargo.flight.complete()
         self._apply_all(fragment, step, present, air)
         return present
 
@@ -151,7 +153,7 @@ class DeltaAverager:
         for bucket in buckets:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             flight = Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)
-            cargo.append(_Cargo(bucket, flight, self._expected.get(bucket.names[0], 1), delta))
+            cargo.append(_Cargo(bucket, flight, delta, self._expected.get(bucket.names[0], 1)))
         return _Airborne(fragment, step, present, cargo)
 
     def _land(self, airborne: "_Airborne") -> Roll:
@@ -165,15 +167,14 @@ class DeltaAverager:
             self._skip(airborne.fragment, problem, airborne.launched)
             return airborne.present.result
         self._use_rates(airborne.present.result)
-        pairs = [(cargo.bucket, cargo.flight) for cargo in airborne.cargo]
-        self._apply_all(airborne.fragment, airborne.launched, airborne.present.result, pairs)
+        self._apply_all(airborne.fragment, airborne.launched, airborne.present.result, airborne.cargo)
         return airborne.present.result
 
-    def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence[tuple[Bucket, Flight[Reduced]]]) -> None:
-        means = [self._apply(bucket, flight) for bucket, flight in air]
+    def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence["_Cargo"]) -> None:
+        means = [self._apply(cargo) for cargo in air]
         if self._probe.watching:
             self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, squared_norm(means)))
-        if self._deltas.blend == 0:
+        if self._deltas.blend == 0 and not (self._deltas.carry and self._deltas.delay):
             self._clean.add(fragment)
 
     def _skip(self, fragment: int, problem: str, step: int) -> None:
@@ -198,11 +199,12 @@ class DeltaAverager:
             for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
                 group["rate"] = rate
 
-    def _apply(self, bucket: Bucket, flight: Flight[Reduced]) -> Tensor:
-        result, blend = flight.complete(), self._deltas.blend
+    def _apply(self, cargo: "_Cargo") -> Tensor:
+        bucket, result, blend = cargo.bucket, cargo.flight.complete(), self._deltas.blend
         good = finite(result.mean) if result.good is None else result.good
         result.finish()
         anchors = [self.anchors[name] for name in bucket.names]
+        carried = self._progress(cargo) if self._deltas.carry and bool(good) else None
         if bool(good):
             for anchor, delta in zip(anchors, unflatten(result.mean, anchors), strict=True):
                 anchor.grad = delta.to(anchor.device)
@@ -218,11 +220,20 @@ class DeltaAverager:
                 "to where they were after the last exchange",
                 stacklevel=2,
             )
-        for name, anchor in zip(bucket.names, anchors, strict=True):
+        for index, (name, anchor) in enumerate(zip(bucket.names, anchors, strict=True)):
             parameter = self._parameters[name]
-            there = anchor.to(parameter.device)
+            there = anchor.to(parameter.device) if carried is None else carried[index].add_(anchor.to(parameter.device))
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
         return result.mean
+
+    def _progress(self, cargo: "_Cargo") -> list[Tensor] | None:
+        """How far this replica has come since the launch, in the place of the delta that left; None: it left just now."""
+        if cargo.delta is None:
+            return None
+        moved = unflatten(cargo.delta, cargo.bucket.views)  # anchor - x at the launch, and the anchor is still the same one
+        for name, step in zip(cargo.bucket.names, moved, strict=True):
+            step.sub_(self.anchors[name].to(step.device)).add_(self._parameters[name])
+        return moved
 
     def _delta(self, name: str) -> Tensor:
         return self.anchors[name] - self._parameters[name].to(self.anchors[name].device)
@@ -308,8 +319,8 @@ class DeltaAverager:
 class _Cargo:
     bucket: Bucket
     flight: Flight[Reduced]
-    rounds: int  # collectives that are expected of it
-    delta: Tensor
+    delta: Tensor | None = None  # as it left, where training goes on meanwhile
+    rounds: int = 1  # collectives that are expected of it
 
     def more(self) -> bool:
         """Whether another collective is known to follow the one in the air."""
@@ -339,6 +350,7 @@ class _Airborne:
         deltas = {
             name: view
             for cargo in self.cargo
+            if cargo.delta is not None
             for name, view in zip(cargo.bucket.names, unflatten(cargo.delta, cargo.bucket.views), strict=True)
         }
         return {"fragment": self.fragment, "launched": self.launched, "deltas": deltas}

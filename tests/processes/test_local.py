@@ -398,6 +398,7 @@ WRONG = {
     "streaming_diloco(4, fragments=5)": "fragments must be at most the period",
     "streaming_diloco(4, delay=4)": "delay must be below the period",
     "streaming_diloco(blend=1.5)": "blend must be from 0",
+    "streaming_diloco(carry=1)": "carry must be True or False",
     "streaming_diloco(order='random')": "order must be one of strided, contiguous, bytes",
     "streaming_diloco(QSR(4, 0.1))": "fragments need their places",
     "hierarchical_sgd({})": "a hierarchy needs",

@@ -33,18 +33,12 @@ class Model:
     """Streaming DiLoCo of one number, by its formulas: plain SGD inside, Nesterov outside."""
 
     def __init__(
-        self, start: float, curvature: float, sign: float, landing: int, period: int, delay: int, blend: float
+        self, start: float, curvature: float, sign: float, landing: int, delay: int, blend: float, carry: bool
     ) -> None:
         self.locals, self.anchor, self.m = [start, start], start, 0.0
-        self.curvature, self.sign, self.landing, self.period, self.delay, self.blend = (
-            curvature,
-            sign,
-            landing,
-            period,
-            delay,
-            blend,
-        )
-        self.air: tuple[int, float] | None = None  # when it left, and with which mean
+        self.curvature, self.sign, self.landing = curvature, sign, landing
+        self.delay, self.blend, self.carry = delay, blend, carry
+        self.air: tuple[int, list[float]] | None = None  # when it left, and where the replicas were
 
     def step(self, done: int) -> None:
         """`done` steps have been made before."""
@@ -53,25 +47,27 @@ class Model:
         now = done + 1
         if self.air is not None and now == self.air[0] + self.delay:
             self.land()
-        if (now - self.landing + self.delay) % self.period == 0:
-            self.air = now, sum(self.anchor - x for x in self.locals) / 2
+        if (now - self.landing + self.delay) % 6 == 0:
+            self.air = now, self.locals
             if self.delay == 0:
                 self.land()
 
     def land(self) -> None:
         assert self.air is not None
-        delta = self.air[1]
+        left = self.air[1]
+        delta = sum(self.anchor - x for x in left) / 2
         self.m = 0.6 * self.m + delta
         self.anchor -= 0.7 * (delta + 0.6 * self.m)
-        self.locals = [self.blend * x + (1 - self.blend) * self.anchor for x in self.locals]
+        there = [self.anchor + self.carry * (x - was) for x, was in zip(self.locals, left, strict=True)]
+        self.locals = [self.blend * x + (1 - self.blend) * y for x, y in zip(self.locals, there, strict=True)]
         self.air = None
 
 
-def streams(rank: int, delay: int, blend: float) -> None:
+def streams(rank: int, delay: int, blend: float, carry: bool) -> None:
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    numbers = [Model(1.0, 1, 1, 3, 6, delay, blend), Model(-2.0, 2, -1, 6, 6, delay, blend)]
-    text = f"streaming_diloco(6, fragments=2, delay={delay}, blend={blend}, reducer=Exact())"
+    numbers = [Model(1.0, 1, 1, 3, delay, blend, carry), Model(-2.0, 2, -1, 6, delay, blend, carry)]
+    text = f"streaming_diloco(6, fragments=2, delay={delay}, blend={blend}, carry={carry}, reducer=Exact())"
     with laconic.attach(model, optimizer, text) as run:
         for step in range(26):
             torch.autograd.backward(model.loss(rank, step))
@@ -86,9 +82,30 @@ def streams(rank: int, delay: int, blend: float) -> None:
     assert everywhere_equal(weights(model))
 
 
+@pytest.mark.parametrize("carry", [False, True])
 @pytest.mark.parametrize(("delay", "blend"), list(itertools.product([0, 1, 4], [0.0, 0.5, 1.0])))
-def test_every_value_at_every_step(delay: int, blend: float) -> None:
-    ranks(2, streams, delay, blend)
+def test_every_value_at_every_step(delay: int, blend: float, carry: bool) -> None:
+    ranks(2, streams, delay, blend, carry)
+
+
+def same_data_everywhere(rank: int, carry: bool) -> list[float]:
+    """A streamed run on the same batches on all ranks, through an outer optimizer that adopts the mean."""
+    model, alone = Two(), Two()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in (model, alone)]
+    carries = f"streaming_diloco(6, fragments=2, delay=4, blend=0.0, carry={carry}"
+    with laconic.attach(model, optimizers[0], f"{carries}, outer_lr=1.0, outer_momentum=0.0, reducer=Exact())"):
+        for step in range(20):
+            for one, optimizer in zip((model, alone), optimizers, strict=True):
+                torch.autograd.backward(one.loss(0, step))
+                optimizer.step()
+                optimizer.zero_grad()
+    return [abs(a.item() - b.item()) for a, b in zip(model.parameters(), alone.parameters(), strict=True)]
+
+
+def test_with_carry_nothing_learnt_in_the_air_is_lost() -> None:
+    """Then the delay can't be seen where all replicas learn the same: the run is that of one process alone."""
+    assert max(ranks(2, same_data_everywhere, True)[0]) < 1e-5
+    assert max(ranks(2, same_data_everywhere, False)[0]) > 1e-3
 
 
 def deep() -> nn.Module:
@@ -108,7 +125,7 @@ REDUCERS = ["Exact()", "ErrorFeedback(Quantized(4))", "ErrorFeedback(PowerSGD(2)
 
 
 def resumes(rank: int, reducer: str, cut: int) -> None:
-    text = f"streaming_diloco(6, fragments=3, delay=4, reducer={reducer})"
+    text = f"streaming_diloco(6, fragments=3, delay=4, carry=True, reducer={reducer})"
     model = deep()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with laconic.attach(model, optimizer, text) as run:

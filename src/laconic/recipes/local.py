@@ -44,13 +44,14 @@ def _averaging(
     order: str = "strided",
     delay: int = 0,
     blend: float = 0.0,
+    carry: bool = False,
     offload: bool = False,
     outlier: float | None = None,
 ) -> Averaging:
     """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
     checked(reducer, "reducer")
     plain = outer is None and isinstance(reducer, Exact)
-    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, offload, outlier)
+    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, carry, offload, outlier)
     return Averaging(routes.world(schedule), deltas, buffers, _moments(moments))
 
 
@@ -177,6 +178,7 @@ def streaming_diloco(
     fragments: int = 4,
     delay: int = 4,
     blend: float = 0.5,
+    carry: bool = False,
     order: str = "strided",
     outer_lr: float = 0.7,
     outer_momentum: float = 0.6,
@@ -189,7 +191,8 @@ def streaming_diloco(
 ) -> Strategy:
     """DiLoCo in pieces that travel while training goes on: a fragment lands every period / fragments steps.
 
-    An exchange has `delay` steps to land; then a fragment is `blend` of the local parameters and the rest global ones.
+    An exchange has `delay` steps to land; then a fragment is `blend` of the local parameters and the rest global ones. With
+    `carry`, the global ones get on top what this replica learnt while they were in the air, which else is lost to them.
     Bytes: as diloco's, by the reducer; a fragment at a time.  Memory: 2n, and the fragments in the air.
     Paper: Douillard et al. 2025, arXiv:2501.18512.
     """
@@ -197,7 +200,7 @@ def streaming_diloco(
         raise TypeError("period must be a whole number of steps here: fragments need their places in it")
     outer = _outer(outer_lr, outer_momentum)
     averaging = _averaging(
-        _schedule(period, warmup), reducer, buffers, moments, outer, fragments, order, delay, blend, offload, outlier
+        _schedule(period, warmup), reducer, buffers, moments, outer, fragments, order, delay, blend, carry, offload, outlier
     )
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
