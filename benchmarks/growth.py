@@ -90,7 +90,7 @@ def main() -> None:
             wires.append(found.wire_bytes)
             rounds.add(found.collectives)
         rows.append(row(f"laconic {name}", "-".join(str(n) for n in sorted({min(rounds), max(rounds)})), wires))
-        ratios.append(Ratio(f"{name}, bytes at 256 ranks over those at 8", wires[-1] / wires[PROCESSES.index(8)]))
+        ratios += [Ratio(f"{name}, bytes over the bucket's, {n} ranks", wires[worlds.index(n)] / (4 * count)) for n in (8, 256)]
     rows.append(row("torch quantization_pertensor_hook", 2, [(world - 1) * (count + 8) for world in worlds]))
     error = last_ranks(2, torch_hook)[0]
     legend = (

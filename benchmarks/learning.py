@@ -8,11 +8,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks import harness, peers
 from benchmarks.harness import Ratio, report
@@ -21,8 +23,9 @@ from laconic.lab.tasks import BytesGPT
 from laconic.report.summary import seconds_to
 
 HOSTS, LINK, SIZE, SEEDS = 4, "100mbit", "2m", (0, 1, 2)
-STEPS, LONGER = 192, 240  # LONGER: a quarter more, for those who are to reach DDP's loss with local steps
+STEPS, LONGER = 192, 240  # LONGER: a quarter more, for those that are nearly as fast as no communication at all
 DDP, OURS = "torch DDP", f"laconic {peers.STREAMING}"
+FRAGMENTS = f"torchft DiLoCo, {peers.PERIOD}, 4 fragments, delay 5"
 ALL: Mapping[str, peers.Making] = {**peers.TORCH, **peers.ACCELERATE, **peers.TORCHFT, **peers.OURS, **peers.LIMIT}
 # What runs, in this order, and its steps.
 RUNS: dict[str, tuple[str, int]] = {
@@ -33,8 +36,23 @@ RUNS: dict[str, tuple[str, int]] = {
     **{name: (name, STEPS) for name in (*peers.ACCELERATE, *peers.TORCHFT)},
     "laconic int8()": ("laconic int8()", STEPS),
     "laconic streaming_diloco": (OURS, STEPS),
+    f"{FRAGMENTS}, a quarter longer": (FRAGMENTS, LONGER),
     "laconic streaming_diloco, a quarter longer": (OURS, LONGER),
 }
+
+
+@contextmanager
+def averaged(one: peers.Trainee) -> Iterator[nn.Module]:
+    """The module with the mean of the replicas' parameters in it, whoever trains it; then its own again."""
+    module: nn.Module = getattr(one.model, "module", one.model)
+    kept = [parameter.detach().clone() for parameter in module.parameters()]
+    with torch.no_grad():
+        for parameter in module.parameters() if one.period > 1 else ():
+            dist.all_reduce(parameter.detach())
+            parameter.div_(HOSTS)
+        yield module
+        for parameter, mine in zip(module.parameters(), kept, strict=True):
+            parameter.copy_(mine)
 
 
 def train(name: str, steps: int, seed: int) -> dict[str, Any]:
@@ -58,11 +76,11 @@ def train(name: str, steps: int, seed: int) -> dict[str, Any]:
             dist.barrier()
             seconds += time.perf_counter() - began
             sent += (sent_bytes() or 0) - (before or 0)
-            with one.alike(), torch.no_grad():
-                loss = task.evaluate(getattr(one.model, "module", one.model)) if dist.get_rank() == 0 else 0.0
+            with averaged(one) as module:
+                loss = task.evaluate(module) if dist.get_rank() == 0 else 0.0
             curve.append((seconds, loss))
     one.stack.close()
-    return {"curve": curve, "sent": sent / steps, "steps": steps}
+    return {"curve": curve, "sent": sent, "steps": steps}
 
 
 def host() -> None:
@@ -123,14 +141,16 @@ def main() -> None:
             }
         )
         if label.startswith("laconic"):
-            ratios.append(Ratio(f"{label}, final loss over DDP's", statistics.mean(losses), statistics.stdev(losses)))
+            ratios.append(
+                Ratio(f"{label}, final loss over DDP's", statistics.mean(losses), statistics.stdev(losses) / len(losses) ** 0.5)
+            )
             ratios.append(Ratio(f"{label}, bytes over DDP's", statistics.mean(bytes_)))
     legend = (
         f"Byte-level transformer of 2.1 million parameters, SGD with momentum and a cosine, {HOSTS} processes behind "
         f"{LINK} links on one machine, batch {BytesGPT.BATCH} x {BytesGPT.CONTEXT} each, {len(SEEDS)} seeds, one after "
-        "the other in the same processes. Held-out loss of the averaged model (of the first replica, for torchft and torch, "
-        "which are equal after a sync). Bytes as the kernel counted them. The last "
-        f"column: seconds until DDP's final loss, over those that {STEPS} steps take without talking, seed by seed."
+        "the other in the same processes. Held-out loss of the mean of the replicas, for everybody. All bytes that the kernel "
+        f"counted. The last column but one: seconds until DDP's final loss, over those that {STEPS} silent steps take, "
+        "seed by seed."
     )
     report("learning", "Loss for seconds and bytes", rows, legend, ratios)
     curves = {label: next(iter(runs.values()))["curve"] for label, runs in by.items() if label != peers.SILENT}

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 import laconic
 
 PERIOD = 24
-STREAMING = f"streaming_diloco({PERIOD}, fragments=4, delay=5, blend=0.0, outer_lr=1.0, outer_momentum=0.2)"
+STREAMING = f"streaming_diloco({PERIOD}, fragments=4, delay=5, blend=0.0, carry=True, outer_lr=1.0, outer_momentum=0.2)"
+FP32 = "laconic streaming_diloco, the same in fp32"
 LONG = timedelta(seconds=600)
 _ports = itertools.count(1)  # every quorum has a lighthouse of its own
 
@@ -36,7 +37,6 @@ class Trainee:
     model: nn.Module
     optimizer: Optimizer
     after: Callable[[], object] = lambda: None  # what the user must call after each step
-    alike: Callable[[], Any] = ExitStack  # inside, the model is the replicas' mean, where somebody can tell
     period: int = 1
     warm: int = 0  # after so many steps, and whole periods more, nothing is in the air
     stack: ExitStack = field(default_factory=ExitStack)  # closed in the end
@@ -60,12 +60,17 @@ def laconics(strategy: str, period: int = 1) -> Making:
         ddp = DistributedDataParallel(model)
         inner = optimizer(ddp)
         run = laconic.attach(ddp, inner, strategy)
-        trainee = Trainee(ddp, inner, alike=run.consensus, period=period, warm=period + 5)
+        trainee = Trainee(ddp, inner, period=period, warm=period)
         trainee.stack.callback(run.detach)
         trainee.stack.callback(run.sync)
         return trainee
 
     return make
+
+
+def plain(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """The module as it is: no DDP, no averaging, nothing of anybody's."""
+    return Trainee(model, optimizer(model))
 
 
 def torch_ddp(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
@@ -89,11 +94,11 @@ def torch_powersgd(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]
 
 
 def torch_post_local(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
-    """post_localSGD_hook, each rank its own subgroup, with PostLocalSGDOptimizer."""
-    ddp, (alone, _) = DistributedDataParallel(model), dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
-    state = post_local.PostLocalSGDState(None, alone, 1)  # type: ignore[no-untyped-call]
+    """post_localSGD_hook, gradients of the first step alone, with PostLocalSGDOptimizer."""
+    ddp = DistributedDataParallel(model)
+    state = post_local.PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
     ddp.register_comm_hook(state, post_local.post_localSGD_hook)
-    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=1)
+    averager = PeriodicModelAverager(period=PERIOD, warmup_steps=PERIOD - 1)  # after each 24th step, as the others
     return Trainee(ddp, PostLocalSGDOptimizer(optimizer(ddp), averager), period=PERIOD, warm=PERIOD)
 
 
@@ -120,7 +125,7 @@ def torchft_diloco(fragments: int, delay: int) -> Making:
         from torchft.local_sgd import DiLoCo
 
         outer = [torch.optim.SGD(part.parameters(), lr=1.0, momentum=0.2, nesterov=True) for part in parts]
-        stack.enter_context(DiLoCo(manager, parts, inner, outer, PERIOD, fragment_sync_delay=delay))
+        stack.enter_context(DiLoCo(manager, parts, inner, outer, PERIOD, use_bucketization=True, fragment_sync_delay=delay))
         return Trainee(model, inner, period=PERIOD, warm=PERIOD, stack=stack)
 
     return make
@@ -202,7 +207,9 @@ OURS: dict[str, Making] = {
     "laconic powersgd(rank=4, warmup=2)": laconics("powersgd(rank=4, warmup=2)"),
     f"laconic local_sgd({PERIOD})": laconics(f"local_sgd({PERIOD})", PERIOD),
     f"laconic {STREAMING}": laconics(STREAMING, PERIOD),
+    FP32: laconics(f"{STREAMING[:-1]}, reducer=Exact())", PERIOD),
 }
 SILENT = "laconic silent()"
 LIMIT: dict[str, Making] = {SILENT: laconics("silent()")}
+PLAIN: dict[str, Making] = {"a module alone, without DDP": plain}
 warnings.filterwarnings("ignore", "When period is 1")

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which costs cores
+BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which costs cores; but what fits is not limited:
+SHORTEST_BURST_BYTES, BURST_SECONDS = 64 * 1024, 0.025  # so on a slow link it is as much as passes in that time
 NETWORK, PORT = "10.77.0", 29500
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
@@ -189,6 +190,15 @@ def _bridge(netlink: Any) -> int:
     return bridge
 
 
+def burst_bytes(bits_per_second: int) -> int:
+    """What may pass at once before the limit is felt.
+
+    >>> burst_bytes(10_000_000), burst_bytes(100_000_000)
+    (65536, 262144)
+    """
+    return max(SHORTEST_BURST_BYTES, min(BURST_BYTES, int(bits_per_second / 8 * BURST_SECONDS)))
+
+
 def _limit(netlink: Any, index: int, link: Link) -> None:
     """A token bucket on what leaves by an interface; half of the delay before it, where there is one."""
     parent = {}
@@ -202,7 +212,7 @@ def _limit(netlink: Any, index: int, link: Link) -> None:
         index,
         handle,
         rate=f"{(link.bits_per_second or 0) // 1000}kbit",
-        burst=BURST_BYTES,
+        burst=burst_bytes(link.bits_per_second or 0),
         latency="200ms",
         **parent,
     )
