@@ -19,7 +19,7 @@ WORLD, REPEATS, RATES_MBIT = 2, 12, [0, 1000]
 
 
 def model() -> nn.Module:
-    """50 million parameters: an embedding, twelve blocks' worth of matrices and vectors."""
+    """50 million parameters: an embedding, sixteen blocks' worth of matrices and vectors."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(512, 2048), nn.Linear(2048, 512), nn.LayerNorm(512)) for _ in range(16)]
     return nn.Sequential(nn.Embedding(32000, 512), *blocks)

@@ -1,7 +1,6 @@
 """What a step costs under hooks of the same name, torch's and ours, side by side."""
 
 import importlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ def hooked(library: str, name: str) -> DistributedDataParallel:
     layers = nn.Sequential(*[part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
     model = DistributedDataParallel(layers, bucket_cap_mb=1000)
     hook, _, rank = name.partition(", rank ")
-    state: Any = None
     if rank:
         power = importlib.import_module(f"{LIBRARIES[library]}.ddp_comm_hooks.powerSGD_hook")
         model.register_comm_hook(power.PowerSGDState(None, int(rank), start_powerSGD_iter=2), power.powerSGD_hook)
@@ -31,7 +29,7 @@ def hooked(library: str, name: str) -> DistributedDataParallel:
         model.register_comm_hook(local.PostLocalSGDState(None, dist.group.WORLD, 2), local.post_localSGD_hook)
     else:
         default = importlib.import_module(f"{LIBRARIES[library]}.ddp_comm_hooks.default_hooks")
-        model.register_comm_hook(state, getattr(default, hook))
+        model.register_comm_hook(None, getattr(default, hook))
     return model
 
 
