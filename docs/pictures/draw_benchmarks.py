@@ -25,10 +25,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def short(name: str) -> str:
     """A label that fits: without the arguments of the long ones."""
-    return name.replace(
-        "laconic streaming_diloco(24, fragments=4, delay=5, blend=0.0, outer_lr=1.0, outer_momentum=0.2)",
-        "laconic streaming_diloco",
-    )
+    return name.partition("(24, fragments")[0] if "streaming_diloco(" in name else name
 
 
 def colour(name: str) -> str:
@@ -41,15 +38,16 @@ def rates() -> go.Figure:
         cols=len(links), shared_yaxes=True, subplot_titles=[f"link: {link}" for link in links], horizontal_spacing=0.02
     )
     for column, link in enumerate(links, 1):
-        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate, best"]][::-1]
-        shares = [float(row["share of the silent rate, best"]) for row in found]
+        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate"]][::-1]
+        shares, errors = [[float(row[key]) for row in found] for key in ("share of the silent rate", "+-")]
         names = [short(row[""]) for row in found]
         figure.add_bar(
             x=shares, y=names, orientation="h", marker_color=[colour(name) for name in names],
-            text=[f"{share:.2f}" for share in shares], textposition="auto", row=1, col=column,
+            text=[f"{share:.2f}" for share in shares], textposition="inside", insidetextanchor="start",
+            error_x={"array": errors}, row=1, col=column,
         )  # fmt: skip
-        figure.update_xaxes(range=[0, 1.1], row=1, col=column)
-    return figure.update_layout(title="Share of the rate without communication", height=480, width=1150, showlegend=False)
+        figure.update_xaxes(range=[0, 1.2], row=1, col=column)
+    return figure.update_layout(title="Share of the rate without communication", height=520, width=1150, showlegend=False)
 
 
 def learning() -> go.Figure:
