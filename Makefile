@@ -36,7 +36,7 @@ $(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt
 	$(VENV)-bench/bin/python -m pip install --quiet --no-deps --requirement benchmarks/peers.txt
 	touch $@
 
-bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; over an hour
+bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; two hours
 	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks
 
 pictures: $(VENV)/installed ## The pictures of README and docs, from what `make demo` and `make bench` left
