@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import harness
 
-QUICK = ["startup", "growth", "hook_cost"]
+QUICK = ["startup", "growth", "hook_cost", "compressor_cost"]
 ALLOWED, SIGMAS = 0.05, 3.0  # what may get worse in any case, and how often its noise
 
 

@@ -8,52 +8,48 @@ from collections.abc import Callable
 from benchmarks.harness import Ratio, interleave, median_error, report
 
 REPEATS = 15
-PYTHON = [sys.executable, "-c"]
-COMMANDS = {
-    "python -c pass": [*PYTHON, "pass"],
-    "import laconic, without torch": [*PYTHON, "import laconic"],
-    "import torch": [*PYTHON, "import torch"],
-    "import torch, laconic": [*PYTHON, "import torch, laconic"],
-    "import torch; laconic.attach": [*PYTHON, "import torch, laconic; laconic.attach"],
-    "laconic --help": [sys.executable, "-m", "laconic.cli", "--help"],
-    "laconic compare --help": [sys.executable, "-m", "laconic.cli", "compare", "--help"],
+NOTHING = "python -c pass"
+# Whole processes, above one that does nothing; and how many milliseconds each may cost.
+PROCESSES = {
+    "import laconic, without torch": ([sys.executable, "-c", "import laconic"], 50),
+    "laconic --help": ([sys.executable, "-m", "laconic.cli", "--help"], 500),
+    "laconic compare --help": ([sys.executable, "-m", "laconic.cli", "compare", "--help"], 500),
 }
-# What each is measured above, and how many milliseconds it may cost.
-ABOVE = {
-    "import laconic, without torch": ("python -c pass", 50),
-    "import torch, laconic": ("import torch", 50),
-    "import torch; laconic.attach": ("import torch", None),
-    "laconic --help": ("python -c pass", 500),
-    "laconic compare --help": ("python -c pass", 500),
-}
+# After `import torch`, which takes two seconds and varies by more than what is measured: timed inside the process.
+AFTER_TORCH = {"import laconic": 50, "import laconic; laconic.attach": None}
 
 
-def runner(command: list[str]) -> Callable[[], object]:
+def process(command: list[str]) -> Callable[[], object]:
     """One process from start to end."""
     return lambda: subprocess.run(command, check=True, capture_output=True)
 
 
+def inside(statement: str) -> float:
+    """Seconds of a statement in a new process that has imported torch."""
+    code = f"import time, torch; began = time.perf_counter(); {statement}; print(time.perf_counter() - began)"
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
 def main() -> None:
     """One table."""
-    timings = interleave({name: runner(command) for name, command in COMMANDS.items()}, REPEATS, 1)
-    rows, ratios = [], []
-    for name, (base, limit) in ABOVE.items():
-        extra = [(a - b) * 1e3 for a, b in zip(timings[name].seconds, timings[base].seconds, strict=True)]
-        above = statistics.median(extra)
-        rows.append(
-            {
-                "command": name,
-                "ms": f"{timings[name].median * 1e3:.0f}",
-                "above": base,
-                "extra ms": f"{above:.0f}",
-                "at most": "" if limit is None else limit,
-            }
-        )
-        if limit is not None:
-            ratios.append(Ratio(f"{name}, of its limit", above / limit, median_error(extra) / abs(above)))
+    runs = {NOTHING: process([sys.executable, "-c", "pass"])}
+    timings = interleave(runs | {name: process(command) for name, (command, _) in PROCESSES.items()}, REPEATS, 1)
+    extra: dict[str, tuple[str, list[float], int | None]] = {}
+    for name, (_, limit) in PROCESSES.items():
+        pairs = zip(timings[name].seconds, timings[NOTHING].seconds, strict=True)
+        extra[name] = NOTHING, [a - b for a, b in pairs], limit
+    for name, most in AFTER_TORCH.items():
+        extra[name] = "import torch", [inside(name) for _ in range(REPEATS)], most
+    rows: list[dict[str, object]] = []
+    ratios: list[Ratio] = []
+    for name, (above, seconds, most) in extra.items():
+        typical = statistics.median(seconds) * 1e3
+        rows.append({"command": name, "above": above, "extra ms": f"{typical:.0f}", "at most": "" if most is None else most})
+        if most is not None:
+            ratios.append(Ratio(f"{name}, of its limit", typical / most, median_error(seconds) * 1e3 / typical))
     legend = (
-        f"Whole processes, median of {REPEATS} interleaved repeats; 'extra' is the median of the paired differences. The last "
-        "of the imports also loads what attach needs: torch's distributed part, above all."
+        f"Medians of {REPEATS}: of paired differences between whole processes, or, after torch, of the time inside one. "
+        "What `attach` loads is torch's distributed part, above all."
     )
     report("startup", "Start-up", rows, legend, ratios)
     if any(one.value > 1 for one in ratios):
