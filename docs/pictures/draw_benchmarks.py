@@ -102,8 +102,8 @@ def compressors() -> go.Figure:
 
 
 def averaging() -> go.Figure:
-    found = rows("averaging_cost")[::-1]
-    names = [f"{row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}" for row in found]
+    found = [row for row in rows("averaging_cost") if row["who"] != "torch"][::-1]
+    names = [f"{row['who']}: {row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}" for row in found]
     figure = go.Figure(
         go.Bar(
             x=[float(row["best, relative"]) for row in found],
@@ -115,7 +115,7 @@ def averaging() -> go.Figure:
     )
     figure.add_vline(x=1, line_dash="dot")
     return figure.update_layout(
-        title="Averaging 50 million parameters, relative to torch's PeriodicModelAverager", height=300, width=1000
+        title="Averaging 50 million parameters, relative to torch's PeriodicModelAverager", height=400, width=1000
     )
 
 

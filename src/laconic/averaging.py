@@ -23,7 +23,7 @@ class ParameterAverager:
     Maths: fp32 by an all-reduce; 16-bit tensors travel in their own dtype and are summed in fp32, so that averaging
     identical replicas changes no bit. Of integers, such as the counters of BatchNorm, the largest is taken.
     Bytes: 2(N-1)/N * n * itemsize; of integers (N-1) * n * itemsize.
-    Memory: a few chunks of 4 MiB, however large the tensors are.
+    Memory: a few chunks of 4 MiB, however large the tensors are; with `atomic`, as much as the tensors themselves.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
@@ -31,32 +31,48 @@ class ParameterAverager:
         self._tensors = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
         self._ledger = ledger
 
-    def average(self, group: Group, *, measure: bool = False) -> float | None:
-        """All ranks of the group together. With `measure`, how far this rank's tensors were from the mean: a norm."""
-        moved = self._replace(group, mean, measure)
-        return math.sqrt(float(moved)) if measure else None
+    def average(self, group: Group, *, atomic: bool = False, measure: bool = False) -> float | None:
+        """All ranks of the group together. With `measure`, how far this rank's tensors were from the mean: a norm.
+
+        With `atomic`, nothing is written before everything has landed: a peer that is lost on the way leaves all tensors as
+        they were, else some of them averaged.
+        """
+        moved = self._replace(group, mean, atomic, measure)
+        return math.sqrt(moved) if measure else None
 
     def adopt_first(self, group: Group) -> None:
         """Instead of the mean, what the group's first rank has. Bytes: (N-1) * n * itemsize."""
         self._replace(group, _first)
 
     @torch.no_grad()
-    def _replace(self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], measure: bool = False) -> float:
+    def _replace(
+        self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], atomic: bool = False, measure: bool = False
+    ) -> float:
         moved = 0.0
         views = [stored(tensor) for tensor in self._tensors]
         flats = [tensor.flatten() if view is None else view for tensor, view in zip(self._tensors, views, strict=True)]
-        air: deque[tuple[Flight[Reduced], Sequence[Tensor]]] = deque()
-        for pieces in chunks(flats):
-            if len(air) == WINDOW:
-                moved += _land(*air.popleft(), measure)
-            flight = Flight(exchange(torch.cat(list(pieces)), group.rank, group.world), group, self._ledger)
-            air.append((flight, pieces))
-        while air:
-            moved += _land(*air.popleft(), measure)
+        landing = self._landing(flats, group, exchange)
+        for pieces, replacement in list(landing) if atomic else landing:
+            for target, piece in zip(pieces, torch.split(replacement, [piece.numel() for piece in pieces]), strict=True):
+                if measure:
+                    moved += squared_norm([target - piece])
+                target.copy_(piece)
         for tensor, view, flat in zip(self._tensors, views, flats, strict=True):
             if view is None:  # it has gaps in memory, and was copied
                 tensor.copy_(flat.view(tensor.shape))
         return moved
+
+    def _landing(
+        self, flats: Sequence[Tensor], group: Group, exchange: Callable[[Tensor, int, int], Exchange]
+    ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+        """Chunk by chunk, its pieces and what they are to become."""
+        air: deque[tuple[Sequence[Tensor], Flight[Reduced]]] = deque()
+        for pieces in chunks(flats):
+            if len(air) == WINDOW:
+                yield _land(*air.popleft())
+            air.append((pieces, Flight(exchange(torch.cat(list(pieces)), group.rank, group.world), group, self._ledger)))
+        while air:
+            yield _land(*air.popleft())
 
 
 def chunks(flats: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -94,11 +110,7 @@ def _first(flat: Tensor, rank: int, world: int) -> Exchange:
     return Reduced((yield AllGather(flat))[0])
 
 
-def _land(flight: Flight[Reduced], pieces: Sequence[Tensor], measure: bool) -> float:
-    result, moved = flight.complete(), 0.0
+def _land(pieces: Sequence[Tensor], flight: Flight[Reduced]) -> tuple[Sequence[Tensor], Tensor]:
+    result = flight.complete()
     result.finish()
-    for target, piece in zip(pieces, torch.split(result.mean, [piece.numel() for piece in pieces]), strict=True):
-        if measure:
-            moved += squared_norm([target - piece])
-        target.copy_(piece)
-    return moved
+    return pieces, result.mean

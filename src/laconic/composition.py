@@ -64,17 +64,21 @@ class Averaging:
 
     `buffers` are averaged (counters: the largest), left "local", or taken from the first rank. `moments` is what becomes of
     the optimizers' memory at a sync: it is kept, averaged or reset; "auto" resets the momentum of SGD and keeps all else;
-    and a mapping averages by name, each at a period of its own.
+    and a mapping averages by name, each at a period of its own. With `atomic`, no parameter is written before all have
+    landed, at the price of one more copy of the model meanwhile; deltas never are.
     """
 
     route: Route
     deltas: Deltas | None = None
     buffers: str = "average"
     moments: str | tuple[tuple[str, int], ...] | Mapping[str, int] = "keep"  # a mapping is kept as its items
+    atomic: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.moments, Mapping):
             object.__setattr__(self, "moments", tuple(sorted(self.moments.items())))
+        if not isinstance(self.atomic, bool):
+            raise TypeError(f"atomic must be True or False, got {self.atomic!r}")
         if self.buffers not in BUFFERS:
             raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {self.buffers!r}")
         if isinstance(self.moments, str) and self.moments not in MOMENTS:

@@ -126,7 +126,8 @@ class LocalUpdates:
         meet()
         rates = [rate() for _, rate in self._inner()] if self._follows_rate else []
         present = land(roll(step, 0.0, rates, group, self._device), group, self._control)
-        moved = ParameterAverager(self._parameters, self._ledger).average(group, measure=self._probe.watching)
+        averager = ParameterAverager(self._parameters, self._ledger)
+        moved = averager.average(group, atomic=self._averaging.atomic, measure=self._probe.watching)
         if moved is not None:
             self._probe.syncs.append(Sync(step, moved))
         if group.world == world.world:
@@ -143,14 +144,14 @@ class LocalUpdates:
             self.deltas.land_all()
             if release:
                 self.deltas.release()
-        self.average_into_place(ledger)
+        self.average_into_place(ledger, atomic=self._averaging.atomic)
         self._drifted = False
         if self.deltas is not None:
             self.deltas.restart()
 
-    def average_into_place(self, ledger: Ledger) -> None:
+    def average_into_place(self, ledger: Ledger, *, atomic: bool) -> None:
         """Parameters and buffers become the mean of the replicas'; nothing else is touched."""
-        ParameterAverager(self._parameters, ledger).average(self._groups.world)
+        ParameterAverager(self._parameters, ledger).average(self._groups.world, atomic=atomic)
         self._average_buffers(self._groups.world, ledger)
 
     def _average_buffers(self, group: TorchGroup, ledger: Ledger) -> None:

@@ -280,7 +280,7 @@ class Run:
                 for name, parameter in self._parameters.items():
                     local(parameter).copy_(anchors[name])
             else:
-                self._local.average_into_place(self._aside)
+                self._local.average_into_place(self._aside, atomic=False)  # what was there is kept
             yield
         finally:
             for tensor, mine in zip(tensors, kept, strict=True):

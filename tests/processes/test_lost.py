@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import laconic
+from laconic import averaging, wire
 from tests.models import build, chain, vectors, weights
 from tests.ranks import last_ranks
 
@@ -60,3 +62,43 @@ def test_survivors_are_told(text: str, victim: int, tmp_path: Path) -> None:
             assert kind == "UnevenError"
             assert "rank" in sentence
         assert same == str("local" not in text and "diloco" not in text), "gradients failed before any step"
+
+
+def until_killed_in_the_middle(rank: int, atomic: bool, folder: str) -> None:
+    """Rank 1 dies when three of the parameters' many chunks have been averaged."""
+    averaging.CHUNK_BYTES = 64
+    launch, left = wire.TorchGroup.launch, 3
+
+    def launch_some(group: wire.TorchGroup, collective: wire.Collective) -> Any:
+        nonlocal left
+        if collective.tensor.dtype == torch.float32:
+            if left == 0:
+                time.sleep(1)  # what it launched lands everywhere
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+        return launch(group, collective)
+
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    own: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: own.__setitem__(slice(None), weights(model)))
+    with pytest.raises(RuntimeError), laconic.attach(model, optimizer, laconic.local_sgd(3, atomic=atomic)) as run:
+        for step in range(100):
+            if (rank, step) == (1, 2):
+                wire.TorchGroup.launch = launch_some  # type: ignore[assignment, method-assign]
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    same = [torch.equal(a, b) for a, b in zip(own, weights(model), strict=True)]
+    Path(folder, str(rank)).write_text(f"{run.stats().steps} {sum(same)} {len(same)}")
+
+
+@pytest.mark.parametrize("atomic", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_loss_in_the_middle_of_averaging(atomic: bool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the process died"):
+        last_ranks(3, until_killed_in_the_middle, atomic, str(tmp_path))
+    found = {int(file.name): [int(word) for word in file.read_text().split()] for file in tmp_path.iterdir()}
+    assert set(found) == {0, 2}
+    for steps, same, tensors in found.values():
+        assert steps == 3
+        assert same == tensors if atomic else 0 < same < tensors

@@ -47,12 +47,13 @@ def _averaging(
     carry: bool = False,
     offload: bool = False,
     outlier: float | None = None,
+    atomic: bool = True,
 ) -> Averaging:
     """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
     checked(reducer, "reducer")
     plain = outer is None and isinstance(reducer, Exact)
     deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, carry, offload, outlier)
-    return Averaging(routes.world(schedule), deltas, buffers, _moments(moments))
+    return Averaging(routes.world(schedule), deltas, buffers, _moments(moments), atomic)
 
 
 @recipe
@@ -63,15 +64,17 @@ def local_sgd(
     reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
     buffers: str = "average",
     moments: Moments = "keep",
+    atomic: bool = True,
 ) -> Strategy:
     """Every replica for itself; parameters averaged every `period` steps, after `warmup` steps of plain all-reduce.
 
     `period` may be a QSR(...), which follows the learning rate. With a lossy `reducer`, differences to the last average are
     sent. `moments={"exp_avg": 48, "exp_avg_sq": 96}` averages Adam's memory at periods of its own (DES-LOC,
-    arXiv:2505.22549).
+    arXiv:2505.22549). With `atomic`, a worker that is lost on the way leaves every parameter as it was, and the averaging
+    takes memory of the model's size; without, a few MiB, and some parameters are averaged then and others not.
     Bytes: 2(N-1)/N * 4n / period a step.  Paper: Stich 2018, arXiv:1805.09767.
     """
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
@@ -84,17 +87,18 @@ def post_local_sgd(
     reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
     buffers: str = "average",
     moments: Moments = "keep",
+    atomic: bool = True,
 ) -> Strategy:
     """Plain all-reduce for `warmup` steps; then gradients within the subgroup, and parameters averaged every `period`.
 
     `subgroup`: "node", the ranks on one host; "none"; the name of a dimension of the mesh given to `attach`; by default the
-    node if there are several, else none.
+    node if there are several, else none. `atomic` is as in local_sgd.
     Bytes: 2(N-1)/N * 4n a step at first, then that / period over all, and the subgroup's own between.
     Paper: Lin et al. 2018, arXiv:1808.07217.
     """
     if subgroup is not None and not isinstance(subgroup, str):
         raise TypeError(f"subgroup must be 'node', 'none' or a dimension's name, got {subgroup!r}")
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments)
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
     scope = {None: AUTO, "none": None}.get(subgroup, subgroup)
     return Strategy(Exact(), routes.at_first(warmup, scope), averaging)
 
@@ -107,9 +111,11 @@ def hierarchical_sgd(
     reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
     buffers: str = "average",
     moments: Moments = "keep",
+    atomic: bool = True,
 ) -> Strategy:
     """Parameters averaged within nodes, or blocks of neighbouring ranks: {period: ranks in a block}, the last holding all.
 
+    `atomic` is as in local_sgd.
     Bytes: 2(g-1)/g * 4n for a block of g; where several periods are due, the longest alone.
     Paper: Wang et al. 2020, arXiv:2010.12998.
     """
@@ -119,7 +125,7 @@ def hierarchical_sgd(
             "could send differences; use local_sgd or diloco for that"
         )
     checked_steps(warmup, "warmup")
-    averaging = Averaging(routes.hierarchy(periods, warmup), None, buffers, _moments(moments))
+    averaging = Averaging(routes.hierarchy(periods, warmup), None, buffers, _moments(moments), atomic)
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
