@@ -42,15 +42,15 @@ def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], 
     for round_ in range(ROUNDS):
         names = list(seconds)[round_ % 3 :] + list(seconds)[: round_ % 3]
         for name in names:
-            run._observers[:] = [] if name == "off" else [meter]
-            run._probe.watching, run._probe.looking = name != "off", name == "looking"
+            run._engine.observers[:] = [] if name == "off" else [meter]
+            run._engine.probe.watching, run._engine.probe.looking = name != "off", name == "looking"
             meter.meter._every = int(name == "looking")
             meter.seconds = 0.0
             start = time.perf_counter()
             block()
             seconds[name].append(time.perf_counter() - start)
             own += meter.seconds if name == "on" else 0.0
-    run._observers[:] = [meter]
+    run._engine.observers[:] = [meter]
     run.detach()
     return seconds, own / (ROUNDS * BLOCK)
 

@@ -48,7 +48,7 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 def anchors_agree(run: laconic.Run) -> bool:
     """The bits that all ranks must share at every step, also where `blend` keeps replicas apart."""
-    return run._local.deltas is None or everywhere_equal(list(run._local.deltas.anchors.values()))
+    return run._engine.local.deltas is None or everywhere_equal(list(run._engine.local.deltas.anchors.values()))
 
 
 def every_recipe(rank: int, reducer: str) -> None:
@@ -64,7 +64,7 @@ def every_recipe(rank: int, reducer: str) -> None:
                 local = max(step + 1 - (2 if name == "post_local_sgd" else 0), 0)
                 if local and local % 4 == 0 and name != "streaming_diloco":
                     assert everywhere_equal(parameters(model)), (name, step)
-                    assert not run._local.drifted
+                    assert not run._engine.local.drifted
                 elif local:
                     assert not everywhere_equal(parameters(model)), (name, step)
         assert everywhere_equal(parameters(model)), name
@@ -91,7 +91,7 @@ def sleepy(rank: int, name: str, steps: int) -> None:
             if draw.random() < 0.2:
                 time.sleep(draw.random() * 0.005)
             assert anchors_agree(run)
-            if not run._local.drifted:
+            if not run._engine.local.drifted:
                 assert everywhere_equal(parameters(model))
                 before += 1
     assert everywhere_equal(weights(model))
@@ -366,7 +366,7 @@ def unequal(rank: int) -> str:
     optimizer = adam(model)
     with pytest.raises(laconic.UnevenError) as caught, laconic.attach(model, optimizer, "local_sgd(2)") as run:
         if rank == 1:
-            run._clock.step = 2
+            run._engine.clock.step = 2
         list(go(model, optimizer, rank, range(2)))
     return str(caught.value)
 
@@ -513,8 +513,8 @@ def sixteen(rank: int) -> None:
                 model(vectors(rank, step).bfloat16()).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                assert run._local.drifted or everywhere_equal(parameters(model))
-            anchors = run._local.deltas.anchors if run._local.deltas else {}
+                assert run._engine.local.drifted or everywhere_equal(parameters(model))
+            anchors = run._engine.local.deltas.anchors if run._engine.local.deltas else {}
             assert all(anchor.dtype == torch.float32 for anchor in anchors.values())
         assert everywhere_equal(parameters(model))
         assert all(parameter.dtype == torch.bfloat16 for parameter in parameters(model))

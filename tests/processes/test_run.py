@@ -394,7 +394,7 @@ def slow_exit(rank: int) -> None:
         with laconic.attach(module, optimizer, "silent()") as run:
             some_steps(module, optimizer, rank, range(2))
             if rank == 1:
-                run._local.equalise = functools.partial(late, run._local.equalise)  # type: ignore[method-assign]
+                run._engine.local.equalise = functools.partial(late, run._engine.local.equalise)  # type: ignore[method-assign]
         assert everywhere_equal(weights(module))
     finally:
         laconic.wire.PATIENCE_SECONDS = 5.0
