@@ -2,20 +2,20 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.agreement import Roll, roll
+from laconic.airborne import Airborne, Cargo
 from laconic.averaging import WINDOW
 from laconic.bucket import Bucket, Slot, local, pack, squared_norm, unflatten
 from laconic.composition import Deltas
 from laconic.outliers import Norms
 from laconic.probe import Probe, sync_of_deltas
 from laconic.reducers.base import finite
-from laconic.wire import Flight, Ledger, Reduced, TorchGroup
+from laconic.wire import Flight, Ledger, TorchGroup
 
 BUCKET_BYTES = 25 << 20
 
@@ -62,7 +62,7 @@ class DeltaAverager:
         self.skipped = 0  # rounds that moved nothing
         self._norms = [Norms(deltas.outlier) for _ in fragments]
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
-        self._air: list[_Airborne] = []
+        self._air: list[Airborne] = []
         self._buckets = [self._pack(names) for names in fragments]
         self.anchors = {name: self._anchor(parameter) for name, parameter in self._parameters.items()}
         groups = [{"params": [self.anchors[name] for name in names], "rate": 1.0} for names, _ in inner]
@@ -137,26 +137,26 @@ class DeltaAverager:
             self._skip(fragment, problem, step)
             return present
         self._use_rates(present)
-        air: list[_Cargo] = []
+        air: list[Cargo] = []
         for bucket in self._bucketed(fragment, step):
             if len(air) >= WINDOW:
                 air[-WINDOW].flight.complete()
-            air.append(_Cargo(bucket, Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)))
+            air.append(Cargo(bucket, Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)))
         for cargo in air:
             cargo.flight.complete()
         self._apply_all(fragment, step, present, air)
         return present
 
-    def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> "_Airborne":
+    def _launch(self, fragment: int, step: int, buckets: Iterable[Bucket]) -> Airborne:
         buckets = list(buckets)
         present, cargo = self._call(step, squared_norm(bucket.flat for bucket in buckets)), []
         for bucket in buckets:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             flight = Flight(self._probe.reduce(self._deltas.reducer, bucket), self._group, self._ledger)
-            cargo.append(_Cargo(bucket, flight, delta, self._expected.get(bucket.names[0], 1)))
-        return _Airborne(fragment, step, present, cargo)
+            cargo.append(Cargo(bucket, flight, delta, self._expected.get(bucket.names[0], 1)))
+        return Airborne(fragment, step, present, cargo)
 
-    def _land(self, airborne: "_Airborne") -> Roll:
+    def _land(self, airborne: Airborne) -> Roll:
         for flight in airborne.flights:
             flight.complete()
         self._air.remove(airborne)
@@ -170,7 +170,7 @@ class DeltaAverager:
         self._apply_all(airborne.fragment, airborne.launched, airborne.present.result, airborne.cargo)
         return airborne.present.result
 
-    def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence["_Cargo"]) -> None:
+    def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence[Cargo]) -> None:
         means = [self._apply(cargo) for cargo in air]
         if self._probe.watching:
             self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, squared_norm(means)))
@@ -199,7 +199,7 @@ class DeltaAverager:
             for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
                 group["rate"] = rate
 
-    def _apply(self, cargo: "_Cargo") -> Tensor:
+    def _apply(self, cargo: Cargo) -> Tensor:
         bucket, result, blend = cargo.bucket, cargo.flight.complete(), self._deltas.blend
         good = finite(result.mean) if result.good is None else result.good
         result.finish()
@@ -226,7 +226,7 @@ class DeltaAverager:
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
         return result.mean
 
-    def _progress(self, cargo: "_Cargo") -> list[Tensor] | None:
+    def _progress(self, cargo: Cargo) -> list[Tensor] | None:
         """How far this replica has come since the launch, in the place of the delta that left; None: it left just now."""
         if cargo.delta is None:
             return None
@@ -313,44 +313,3 @@ class DeltaAverager:
             airborne = self._launch(entry["fragment"], entry["launched"], buckets)
             airborne.send_on(step, self._deltas.delay)
             self._air.append(airborne)
-
-
-@dataclass
-class _Cargo:
-    bucket: Bucket
-    flight: Flight[Reduced]
-    delta: Tensor | None = None  # as it left, where training goes on meanwhile
-    rounds: int = 1  # collectives that are expected of it
-
-    def more(self) -> bool:
-        """Whether another collective is known to follow the one in the air."""
-        return not self.flight.over and self.flight.launched < self.rounds
-
-
-@dataclass
-class _Airborne:
-    """One fragment's exchange, launched and not yet landed."""
-
-    fragment: int
-    launched: int  # at which step
-    present: Flight[Roll]
-    cargo: list[_Cargo]
-
-    @property
-    def flights(self) -> list[Flight[Any]]:
-        return [self.present, *(cargo.flight for cargo in self.cargo)]
-
-    def send_on(self, step: int, delay: int) -> None:
-        """Launch the rounds that are due by now."""
-        for cargo in self.cargo:
-            while cargo.more() and step >= self.launched + cargo.flight.launched * delay // cargo.rounds:
-                cargo.flight.step()
-
-    def state(self) -> dict[str, Any]:
-        deltas = {
-            name: view
-            for cargo in self.cargo
-            if cargo.delta is not None
-            for name, view in zip(cargo.bucket.names, unflatten(cargo.delta, cargo.bucket.views), strict=True)
-        }
-        return {"fragment": self.fragment, "launched": self.launched, "deltas": deltas}
