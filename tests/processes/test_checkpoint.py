@@ -34,11 +34,11 @@ def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def written(rank: int, folder: str, text: str = STRATEGY, steps: int = 4) -> None:
+def written(rank: int, folder: str, text: str = STRATEGY, steps: int = 4, keep: int = 2) -> None:
     model, optimizer, run = started(text)
     for step in range(steps):
         train(model, optimizer, rank, range(step, step + 1))
-        laconic.checkpoint.save(folder, run=run, keep=2)
+        laconic.checkpoint.save(folder, run=run, keep=keep)
     run.sync()
     run.detach()
 
@@ -232,14 +232,16 @@ def test_leaving_waits_for_the_last_checkpoint(tmp_path: Path) -> None:
 
 
 def swept(rank: int, folder: str) -> None:
+    mine, others = ["step-00000001.0123abcd.partial"], ["download.partial", "step-00000000-notes", "step-1", "step-final"]
     if rank == 0:
-        (Path(folder) / "step-00000001.abc.partial").mkdir()
+        for name in [*mine, *others]:
+            (Path(folder) / name).mkdir()
     dist.barrier()
-    written(rank, folder, steps=1)
-    assert [entry.name for entry in Path(folder).iterdir()] == ["step-00000001"]
+    written(rank, folder, steps=1, keep=1)
+    assert sorted(entry.name for entry in Path(folder).iterdir()) == sorted(["step-00000001", *others])
 
 
-def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
     ranks(2, swept, str(tmp_path))
 
 

@@ -4,9 +4,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,19 +102,33 @@ def verify(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
             raise ValueError(f"{folder / name} is damaged: its checksum is not the one that was written down")
 
 
+def folder_name(step: int) -> str:
+    """What a checkpoint of this step is called."""
+    return f"step-{step:08d}"
+
+
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first, whole or not."""
-    return sorted(folder for folder in path.glob("step-*") if folder.is_dir() and not folder.name.endswith(PARTIAL))
+    """The checkpoints in a directory, oldest first, whole or not. What has another kind of name is not ours."""
+    return [folder for _, folder in sorted((int(match[1]), folder) for match, folder in _folders(path) if not match[2])]
 
 
 def sweep(path: Path) -> None:
     """Remove what a save that was killed has left; what it was about to replace is put back."""
-    for folder in path.glob(f"*{OLD}"):
+    left = [folder for match, folder in _folders(path) if match[2]]
+    for folder in left:
         target = folder.with_name(folder.name.removesuffix(OLD))
-        if not target.exists():
+        if folder.name.endswith(OLD) and not target.exists():
             folder.rename(target)
-    for folder in path.glob(f"*{PARTIAL}"):
-        shutil.rmtree(folder)
+        else:
+            shutil.rmtree(folder)
+
+
+def _folders(path: Path) -> Iterator[tuple[re.Match[str], Path]]:
+    pattern = re.compile(rf"step-(\d{{8,}})(\.[0-9a-f]{{8}}{re.escape(PARTIAL)}|{re.escape(OLD)})?")
+    for folder in path.glob("step-*"):
+        match = pattern.fullmatch(folder.name)
+        if match and folder.is_dir():
+            yield match, folder
 
 
 def sync_folder(folder: Path) -> None:

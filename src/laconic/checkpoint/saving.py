@@ -87,7 +87,7 @@ def save(
     if before is not None:
         before.wait()
     group, device = run.group, run.device
-    target = Path(path) / f"step-{run.step:08d}"
+    target = Path(path) / manifest.folder_name(run.step)
     aside = run.aside() if asynchronous or device.type != "cpu" else group
     tensors, rest = pack(gather(run, extra), namer(run, group.rank))
     flat = {**tensors, f"rank{group.rank}/skeleton": rest}
