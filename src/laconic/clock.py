@@ -48,6 +48,17 @@ class Clock:
         """Whether some optimizers have made the next step and others have not."""
         return any(self._ahead.values())
 
+    @property
+    def ahead(self) -> list[int]:
+        """Steps that each optimizer has made beyond the clock's."""
+        return list(self._ahead.values())
+
+    def set(self, step: int, ahead: Sequence[int]) -> None:
+        """Go on from here."""
+        self.step = step
+        if len(ahead) == len(self._ahead):  # else there are other optimizers now
+            self._ahead = dict(zip(self._ahead, ahead, strict=True))
+
     def stop(self) -> None:
         """Count no further, and leave optimizers and scaler as they were."""
         for handle in self._handles:

@@ -50,6 +50,8 @@ class Deltas:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
         if self.delay < 0:
             raise ValueError(f"delay must be 0 or more steps, got {self.delay}")
+        if self.outlier is not None and type(self.outlier) not in (int, float):
+            raise TypeError(f"outlier must be a number of standard deviations, or None to skip no round, got {self.outlier!r}")
         if self.outlier is not None and not self.outlier > 0:
             raise ValueError(f"outlier must be above 0 standard deviations, or None to skip no round, got {self.outlier!r}")
         if not 0 <= self.blend <= 1:

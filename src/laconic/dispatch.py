@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -112,6 +113,13 @@ class Dispatcher:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy, ()
+
+
+def in_buffers(error: BaseException) -> bool:
+    """Whether a collective of DDP's own failed, in forward: it broadcasts buffers there, and says no more than its backend."""
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        return False
+    return any(frame.f_code is DistributedDataParallel._sync_buffers.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def _copy() -> Dispatcher:

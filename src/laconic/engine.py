@@ -25,7 +25,7 @@ from laconic.reducers.error_feedback import Release
 from laconic.replay import Readiness, replay
 from laconic.replicas import compare
 from laconic.routes import silent
-from laconic.state import VERSION, checked
+from laconic.state import VERSION, checked, kept_of
 from laconic.stats import Observer
 from laconic.wire import CommunicationError, Ledger, TorchGroup, land
 
@@ -67,8 +67,7 @@ class Engine:
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
         self._order: list[str] | None = None  # in which DDP's first backward made gradients ready, once that is known
         self._readiness: Readiness | None = None
-        if plan.ddp is not None and plan.strategy.route.talks and not plan.ddp._has_rebuilt_buckets:
-            self._readiness = Readiness(plan.ddp)
+        self._watch_order()
         self.clock = Clock(plan.optimizers, plan.scaler, self._after_step)
         attached.update(plan.optimizers)
         if plan.ddp is None:
@@ -173,16 +172,17 @@ class Engine:
             if strategy.route.talks:  # equal gradients keep replicas equal only if the optimizers' memory is equal as well
                 self.local.moments.equalise(self.group)
                 self._equalise_scaler()
-        drifted, syncs = self.drifted, self.local.syncs
+        drifted, before = self.drifted, self.local
         self.strategy = strategy
         self.groups.add(scopes(strategy))
         self.local = self._local_updates()
-        self.local.syncs = syncs
+        self.local.syncs, self.local.skipped_before = before.syncs, before.skipped
         if drifted:
             self.local.drift()
         if self.hook is not None:
             self.hook.use(self._releasing(strategy.reducer), self.group)
             self.hook.strategy = str(strategy)
+        self._watch_order()
         self.begin_step()
 
     def stop(self) -> None:
@@ -204,16 +204,18 @@ class Engine:
         """This rank's communication state, as plain data."""
         if self.hook is not None:
             self.hook.settle()
+        local = self.local.state()
         return {
             "version": VERSION,
             "rank": self.group.rank,
             "world": self.group.world,
-            "kept": [f"{name}: {key}" for name, slot in self.memory.items() for key in slot],
+            "kept": kept_of(self.memory, local["deltas"]),
             "strategy": str(self.strategy),
             "step": self.clock.step,
+            "ahead": self.clock.ahead,
             "rounds": self.hook.rounds if self.hook else 0,
             "order": self._ready_order(),
-            "local": self.local.state(),
+            "local": local,
             "memory": {name: dict(slot) for name, slot in self.memory.items() if slot},
         }
 
@@ -224,14 +226,24 @@ class Engine:
         for name, slot in self.memory.items():
             slot.clear()
             slot.update({key: value.detach().to(devices[name], copy=True) for key, value in saved.memory.get(name, {}).items()})
-        self.clock.step = saved.step
+        self.clock.set(saved.step, saved.ahead)
         self.local.load(saved.local, saved.step)
         if self.hook is not None:
             self.hook.rounds = saved.rounds
-        self._order = saved.order
-        if self.ddp is not None and saved.order:
-            replay(self.ddp, saved.order)
+            self.hook.use(self._releasing(self.strategy.reducer), self.group)
+        if self.ddp is not None and saved.order and replay(self.ddp, saved.order):
+            self._order = saved.order
+            if self._readiness is not None:
+                self._readiness.stop()
+                self._readiness = None
         self.begin_step()
+
+    def _watch_order(self) -> None:
+        """If DDP's first backward that talks is still to come, see in which order it makes gradients ready."""
+        if self.ddp is None or not self.strategy.route.talks or self.ddp._has_rebuilt_buckets:
+            return
+        if self._order is None and self._readiness is None:
+            self._readiness = Readiness(self.ddp)
 
     def _ready_order(self) -> list[str] | None:
         """The order that a new DDP must be told of to sum as this one does."""

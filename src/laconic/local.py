@@ -40,6 +40,7 @@ class LocalUpdates:
         probe: Probe,
     ) -> None:
         self.syncs = 0
+        self.skipped_before = 0  # by a strategy that this one came after
         self._averaging, self._parameters, self._buffers, self._optimizers = averaging, parameters, buffers, optimizers
         self._groups, self._ledger, self._control, self._device = groups, ledger, control, device
         self._probe = probe
@@ -187,7 +188,7 @@ class LocalUpdates:
     @property
     def skipped(self) -> int:
         """Rounds that moved nothing, because a delta was not finite or out of line."""
-        return self.deltas.skipped if self.deltas else 0
+        return self.skipped_before + (self.deltas.skipped if self.deltas else 0)
 
     def replicated(self) -> dict[str, Tensor]:
         """What all ranks have alike at any time: the anchors, and the outer optimizer's memory of them."""
@@ -199,6 +200,7 @@ class LocalUpdates:
         """Plain data."""
         return {
             "syncs": self.syncs,
+            "skipped": self.skipped_before,
             "last": self._last,
             "rate": self._rate,
             "drifted": self._drifted,
@@ -207,7 +209,8 @@ class LocalUpdates:
 
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Go on where `state` was taken; all ranks together where an exchange was in the air."""
-        self.syncs, self._last, self._rate, self._drifted = state["syncs"], state["last"], state["rate"], state["drifted"]
+        self.syncs, self.skipped_before = state["syncs"], state["skipped"]
+        self._last, self._rate, self._drifted = state["last"], state["rate"], state["drifted"]
         if self.deltas is not None:
             self.deltas.abandon()
             self.deltas = None

@@ -11,20 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.dispatch import Dispatcher
 
 
-def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
+def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
     """Let DDP believe that a backward has made gradients ready in this order; all ranks together.
 
     DDP rebuilds its buckets once, before its second forward, in the order in which the first backward made gradients ready.
     With three and more ranks the order of summation depends on the buckets, so a run that goes on in a new DDP would sum its
     first step in another order, and end at other bits. Nothing travels here, no gradient changes, no hook of a user's is
     called. Where the layout never changes (find_unused_parameters), or has changed already, where the graph is static or the
-    parameters are others, this does nothing.
+    parameters are others, this does nothing, and says so.
     """
     named = dict(ddp.module.named_parameters())
     # DDP numbers the parameters that it averages.
     averaged = [name for name, parameter in named.items() if parameter.requires_grad and name not in ddp.parameters_to_ignore]
     if ddp._has_rebuilt_buckets or ddp.find_unused_parameters or ddp.static_graph or set(averaged) != set(order):
-        return
+        return False
     indices = [averaged.index(name) for name in order]
     gradients = [parameter.grad for parameter in named.values()]
     reducer: Any = ddp.reducer
@@ -41,6 +41,7 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> None:
         apply(torch.ones(1, requires_grad=True), fire).sum().backward()
     for parameter, gradient in zip(named.values(), gradients, strict=True):
         parameter.grad = gradient
+    return True
 
 
 class _InBackward(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Whether replicas are equal, by a few bytes a parameter."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -22,13 +23,15 @@ def compare(tensors: Mapping[str, Tensor], group: TorchGroup, ledger: Ledger, de
     names = list(tensors)
     digests = [digest(tensors[name]).to(device) for name in names]
     rows = land(_gather(torch.stack(digests) if digests else torch.zeros(0, 2, dtype=torch.int64)), group, ledger)
-    unlike = (rows != rows[0]).flatten(2).any(2) if digests else torch.zeros(group.world, 0, dtype=torch.bool)
     for place, name in enumerate(names):
-        ranks = [group.members[rank] for rank in range(group.world) if unlike[rank, place]]
+        votes = Counter(tuple(row) for row in rows[:, place].tolist())
+        usual = max(votes, key=lambda bits: votes[bits])  # of as many on both sides, the first rank's
+        ranks = [member for member, row in zip(group.members, rows[:, place].tolist(), strict=True) if tuple(row) != usual]
         if ranks:
-            others = int(unlike.any(0).sum()) - 1
+            others = int((rows != rows[0]).any(2).any(0).sum()) - 1
+            most = next(member for member in group.members if member not in ranks)
             raise ReplicaError(
-                f"after {step} steps, {name} is not the same on rank {', '.join(map(str, ranks))} as on rank {group.members[0]}"
+                f"after {step} steps, {name} is not the same on rank {', '.join(map(str, ranks))} as on rank {most}"
                 + (f"; neither are {others} others" if others else "")
             )
 

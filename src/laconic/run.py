@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -18,13 +18,15 @@ from laconic.agreement import agree, pulse
 from laconic.averaging import ParameterAverager
 from laconic.bucket import local
 from laconic.composition import Strategy
+from laconic.dispatch import in_buffers
 from laconic.engine import Engine, Stop
 from laconic.groups import ASIDE, control_device
 from laconic.plan import attached, check, check_route, check_sharded
 from laconic.probe import Probe
 from laconic.spec import strategy as read
+from laconic.state import checked, tied_to_strategy, without_averaging
 from laconic.stats import Observer, Stats
-from laconic.wire import TorchGroup, land
+from laconic.wire import CommunicationError, TorchGroup, land
 
 
 def attach(
@@ -85,7 +87,7 @@ class Run:
         self._engine = engine
         self._live, self._in_consensus = True, False
         self._failure: str | None = None
-        self._last_tasks: list[Callable[[], object]] = []
+        self._last_task: Callable[[bool], object] | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -103,6 +105,9 @@ class Run:
             if error is not None and not isinstance(error, Stop):
                 self._failure = f"{type(error).__name__}: {error}"
                 engine.report_failure(error)
+                if in_buffers(error):
+                    phase = "DDP's broadcast of buffers"
+                    raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
                 return False
             stop = engine.uneven == "stop"
             if stop and error is None and (engine.strategy.route.talks or engine.strategy.averaging):
@@ -146,7 +151,7 @@ class Run:
 
     def sync(self) -> None:
         """Make every replica equal, if steps were taken apart: the mean of all. All ranks call it together."""
-        self._require_live("sync")
+        self.require_live("sync")
         with self._engine.during("making replicas equal"):
             if self._engine.agree_on_drift():
                 self._engine.local.equalise(self._engine.ledger)
@@ -157,7 +162,7 @@ class Run:
 
         With "anchor" they are the outer optimizer's instead, as of the last sync: no bytes, where a strategy has one.
         """
-        self._require_live("consensus")
+        self.require_live("consensus")
         anchors = self._engine.local.deltas.anchors if self._engine.local.deltas else None
         if of not in ("mean", "anchor") or (of == "anchor" and anchors is None):
             known = "'mean' or 'anchor'" if anchors else f"'mean': {self.strategy} has no anchor (yet)"
@@ -183,7 +188,7 @@ class Run:
 
     def swap(self, strategy: Strategy | str) -> None:
         """Go on by another strategy from the next step; all ranks call it together, between steps."""
-        self._require_live("swap")
+        self.require_live("swap")
         engine = self._engine
         engine.meet()
         try:
@@ -201,15 +206,17 @@ class Run:
         """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""
         if not self._live:
             return
-        if sys.exc_info()[0] is None:
-            for task in self._last_tasks:
-                task()
+        failed = sys.exc_info()[0] is not None
         self._live = False
-        for observer in self._engine.observers:
-            observer.ended(self._failure)
-        drifted = self._engine.drifted
-        self._engine.stop()
-        if drifted and sys.exc_info()[0] is None:
+        try:
+            if self._last_task is not None:
+                self._last_task(failed)
+        finally:
+            for observer in self._engine.observers:
+                observer.ended(self._failure)
+            drifted = self._engine.drifted
+            self._engine.stop()
+        if drifted and not failed:
             warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
 
     # What a checkpoint needs
@@ -251,7 +258,7 @@ class Run:
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Count the steps of another one over the same model; all ranks alike. If it shares parameters, it replaces."""
-        self._require_live("add_optimizer")
+        self.require_live("add_optimizer")
         self._engine.optimizers.append(optimizer)
         self._engine.clock.add(optimizer)
         attached.add(optimizer)
@@ -264,13 +271,17 @@ class Run:
                 stacklevel=3,
             )
 
-    def before_detach(self, task: Callable[[], object]) -> None:
-        """Have this done, unless an exception ends the run, while its process groups are still there."""
-        self._last_tasks = [task]
+    def before_detach(self, task: Callable[[bool], object]) -> None:
+        """Have this done while its process groups are still there; it is told whether an exception ends the run."""
+        self._last_task = task
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """A collective that fails in here is said to have failed in this phase, and the other ranks are told."""
+        return self._engine.during(phase)
 
     def observe(self, observer: Observer) -> Probe:
         """Have it told of every step and of the end; the probe is what it can look through."""
-        self._require_live("observe")
+        self.require_live("observe")
         self._engine.observers.append(observer)
         return self._engine.probe
 
@@ -289,21 +300,53 @@ class Run:
         The state of another strategy is refused, or, with `strict=False`, loaded as if the run had been by that strategy
         until now and is swapped here.
         """
-        self._require_live("load_state_dict")
-        former, chosen = state.get("strategy"), str(self.strategy)
-        if not strict and former is not None and former != chosen:
-            self.swap(str(former))
-            self.load_state_dict(state)
-            self.swap(chosen)
+        self.check_state(state, strict=strict)
+        former, chosen = str(state["strategy"]), str(self.strategy)
+        if former == chosen:
+            self._engine.load(state)
             return
-        self._engine.load(state)
+        unused = tied_to_strategy(state)
+        if self._fits(former):
+            self.swap(former)
+            self._engine.load(state)
+            self.swap(chosen)
+        else:
+            self._engine.load(without_averaging(state, chosen))
+            self._engine.local.drift()
+            self.sync()
+            unused += ["residuals of deltas"] if state["local"]["deltas"] is not None else []
+        warnings.warn(
+            f"the state is of {former}, and the run goes on by {chosen}: clock and residuals are taken over"
+            + (f"; not used: {', '.join(unused)}" if unused else ""),
+            stacklevel=2,
+        )
+
+    def check_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Raise if `load_state_dict` would; nothing is changed."""
+        self.require_live("load_state_dict")
+        engine, chosen = self._engine, str(self.strategy)
+        former = chosen if strict else str(state.get("strategy"))
+        checked(state, former, engine.group.rank, engine.parameters, engine.memory)
+        if former != chosen:
+            read(former)  # says what is wrong with it
+
+    def _fits(self, former: str) -> bool:
+        """Whether this world can go by it."""
+        try:
+            engine, strategy = self._engine, read(former)
+            check_route(strategy, engine.ddp, engine.parameters, engine.group.world, engine.mesh)
+            check_sharded(strategy, engine.optimizers)
+        except ValueError:
+            return False
+        return True
 
     def adopt_first(self) -> None:
         """Every replica becomes the first rank's; all ranks together."""
-        self._require_live("adopt_first")
+        self.require_live("adopt_first")
         ParameterAverager(self._engine.averaged(), self._engine.control).adopt_first(self._engine.group)
 
-    def _require_live(self, what: str) -> None:
+    def require_live(self, what: str) -> None:
+        """Refuse what needs a run at work."""
         if not self._live:
             raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
         if self._in_consensus:
@@ -316,5 +359,5 @@ def check_replicas(run: Run) -> None:
     That is the parameters, unless steps have been taken apart, and the anchors with the outer optimizer's memory of them.
     Bytes: (N-1) * 16 a tensor.
     """
-    run._require_live("check_replicas")
+    run.require_live("check_replicas")
     run._engine.compare_replicas()

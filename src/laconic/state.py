@@ -5,13 +5,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 
 
 class State(NamedTuple):
     """One rank's communication state."""
 
     step: int
+    ahead: list[int]  # steps that optimizers have made beyond the clock's
     rounds: int
     order: list[str] | None  # in which DDP's first backward made gradients ready
     memory: dict[str, dict[str, Tensor]]  # of the gradients' reducer, by parameter name
@@ -27,12 +28,13 @@ def checked(
         raise ValueError(f"can read state of version {VERSION}, got {version!r}; is it a laconic run's state_dict?")
     try:
         text, step, rounds = str(state["strategy"]), int(state["step"]), int(state["rounds"])
-        _ = list(state["kept"])
+        ahead = [int(count) for count in state["ahead"]]
         order = None if state["order"] is None else [str(name) for name in state["order"]]
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
-        local = {key: state["local"][key] for key in ("syncs", "last", "rate", "drifted", "deltas")}
+        local = {key: state["local"][key] for key in ("syncs", "skipped", "last", "rate", "drifted", "deltas")}
+        promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
         if local["deltas"] is not None:
-            _check_deltas(local["deltas"], parameters)
+            _check_deltas(local["deltas"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
     if state.get("rank") != rank:
@@ -40,10 +42,9 @@ def checked(
             f"this is the state of rank {state.get('rank')}, and here is rank {rank}: each rank has its own; "
             "in a torch.distributed.checkpoint, which keeps one for all, save laconic.checkpoint.RankState(run)"
         )
-    kept = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
-    if sorted(kept) != sorted(state["kept"]):
+    if sorted(kept) != sorted(promised):
         raise ValueError(
-            f"of what this rank kept for {len(state['kept'])} parameters, {len(kept)} are here; a torch.distributed.checkpoint "
+            f"of {len(promised)} tensors that this rank kept, {len(kept)} are here; a torch.distributed.checkpoint "
             "loads only what it finds a place for: save laconic.checkpoint.RankState(run)"
         )
     if text != strategy:
@@ -53,7 +54,35 @@ def checked(
             raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
         if not all(isinstance(value, Tensor) for value in slot.values()):
             raise ValueError(f"the memory of {name!r} must be tensors")
-    return State(step, rounds, order, memory, local)
+    for name, parameter in parameters.items() if local["deltas"] is not None else ():
+        anchor = local["deltas"]["anchors"].get(name)
+        if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
+            found = f"one of shape {tuple(anchor.shape)}" if isinstance(anchor, Tensor) else "none; was it frozen then?"
+            raise ValueError(f"{name!r} needs an anchor of shape {tuple(parameter.shape)}, and the state has {found}")
+    return State(step, ahead, rounds, order, memory, local)
+
+
+def kept_of(memory: Mapping[str, Mapping[str, Tensor]], deltas: Mapping[str, Any] | None) -> list[str]:
+    """The names of all that a rank keeps for itself: a state that has lost some of it is not the same run's."""
+    found = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
+    if deltas is not None:
+        found += [f"delta of {name}: {key}" for name, slot in deltas["memory"].items() for key in slot]
+        found += [f"in the air: {name}" for entry in deltas["air"] for name in entry["deltas"]]
+    return found
+
+
+def tied_to_strategy(state: Mapping[str, Any]) -> list[str]:
+    """What another strategy can't use of a state."""
+    found = ["the anchors", "the outer optimizer's memory"] if state["local"]["deltas"] is not None else []
+    memory = [state["memory"], (state["local"]["deltas"] or {}).get("memory", {})]
+    keys = {key for slots in memory for slot in slots.values() for key in slot if key != "error"}
+    return found + [f"{key!r} of its compressor" for key in sorted(keys)]
+
+
+def without_averaging(state: Mapping[str, Any], strategy: str) -> dict[str, Any]:
+    """A state as another strategy can load it that averages in groups of its own."""
+    local = {**state["local"], "rate": None, "deltas": None}
+    return {**state, "strategy": strategy, "local": local, "kept": kept_of(state["memory"], None)}
 
 
 def replicated(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -63,20 +92,14 @@ def replicated(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     local["drifted"] = False
     if deltas is not None:
         local["deltas"] = {**deltas, "memory": {name: _common(slot) for name, slot in deltas["memory"].items()}}
-    kept = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
-    return {**state, "rank": rank, "memory": memory, "kept": kept, "local": local}
+    return {**state, "rank": rank, "memory": memory, "kept": kept_of(memory, local["deltas"]), "local": local}
 
 
 def _common(slot: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in slot.items() if key != "error"}
 
 
-def _check_deltas(deltas: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
+def _check_deltas(deltas: Mapping[str, Any]) -> None:
     missing = [key for key in ("anchors", "outer", "memory", "rounds", "norms", "skipped", "clean", "air") if key not in deltas]
     if missing:
         raise ValueError(f"deltas without {missing[0]!r}")
-    for name, parameter in parameters.items():
-        anchor = deltas["anchors"].get(name)
-        if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
-            found = tuple(anchor.shape) if isinstance(anchor, Tensor) else anchor
-            raise ValueError(f"the anchor of {name!r} must be a tensor of shape {tuple(parameter.shape)}, got {found}")

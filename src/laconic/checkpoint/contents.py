@@ -23,6 +23,13 @@ def gather(run: Run, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def check_run(run: object, what: str) -> None:
+    """Refuse what is no run, or one that is not at work."""
+    if not isinstance(run, Run):
+        raise TypeError(f"run must be what laconic.attach returned, got {type(run).__name__}")
+    run.require_live(what)
+
+
 def check_own(run: Run, model: nn.Module | None, optimizer: object) -> None:
     """Refuse a model or optimizers that are not the run's."""
     if model is not None and bare(model) is not bare(run.model):

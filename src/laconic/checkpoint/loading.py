@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from laconic.agreement import agree
 from laconic.checkpoint import manifest
-from laconic.checkpoint.contents import bare, check_own, set_random
+from laconic.checkpoint.contents import bare, check_own, check_run, set_random
 from laconic.checkpoint.redeal import merge
 from laconic.checkpoint.tree import keys, skeleton, unpack
 from laconic.run import Run
+
+ADDED = ("params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # by schedulers, to groups
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,7 @@ class Loaded:
 
 def latest(path: str | Path) -> Path | None:
     """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over."""
-    for folder in reversed(manifest.checkpoints(Path(path))):
-        try:
-            if manifest.missing(folder, manifest.read(folder)) is None:
-                return folder
-        except ValueError:
-            continue
-    return None
+    return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.whole(folder)), None)
 
 
 def load(
@@ -54,36 +50,32 @@ def load(
     before anything is changed. A checkpoint of another strategy is refused, or, with `strict=False`, loaded as if the run had
     been by the other strategy until now and is swapped here. One of another number of ranks is re-dealt.
     """
-    check_own(run, model, optimizer)
+    check_run(run, "load")
     group, device = run.group, run.device
-    tree: dict[str, Any] = {}
-    problem: Exception | None = None
-    folder, facts = Path(path), None
-    try:
-        if group.rank == 0:
-            manifest.sweep(folder)  # what a save that was killed has left
-    except OSError as error:
-        problem = error
-    agree([], problem, group, device)
-    try:
-        folder = _chosen(Path(path))
-        facts = manifest.read(folder)
-        torn = manifest.missing(folder, facts)
-        if torn is not None:
-            raise ValueError(f"{folder} is not whole: {torn}")
-        names = sorted(facts.files)
-        manifest.verify(folder, {name: facts.files[name] for name in names[group.rank :: group.world]})
-    except (ValueError, OSError) as error:
-        problem = error
-    agree([f"checkpoint {folder.name}"], problem, group, device)
-    assert facts is not None
-    try:
-        tree = _tree(folder, facts.world_size, group.rank, group.world)
-        _check(tree, run, facts, strict)
-    except (ValueError, OSError, KeyError, RuntimeError, dcp.CheckpointException) as error:
-        problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
-    agree([], problem, group, device)
-    _apply(tree, run, strict)
+    with run.during("loading a checkpoint"):
+        tree: dict[str, Any] = {}
+        problem: Exception | None = None
+        folder, facts = Path(path), None
+        try:
+            check_own(run, model, optimizer)
+            folder = _chosen(Path(path))
+            facts = manifest.read(folder)
+            torn = manifest.missing(folder, facts)
+            if torn is not None:
+                raise ValueError(f"{folder} is not whole: {torn}")
+            names = sorted(facts.files)
+            manifest.verify(folder, {name: facts.files[name] for name in names[group.rank :: group.world]})
+        except (ValueError, OSError) as error:
+            problem = error
+        agree([f"checkpoint {folder.name}"], problem, group, device)
+        assert facts is not None
+        try:
+            tree = _tree(folder, facts.world_size, group.rank, group.world)
+            _check(tree, run, strict)
+        except Exception as error:  # whatever it is, no rank may wait for this one
+            problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
+        agree([], problem, group, device)
+        _apply(tree, run, strict)
     return Loaded(folder, facts.step, tree["extra"])
 
 
@@ -127,7 +119,7 @@ def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tenso
     return tensors
 
 
-def _check(tree: Mapping[str, Any], run: Run, facts: manifest.Manifest, strict: bool) -> None:
+def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
     """Refuse what doesn't fit, before anything is changed."""
     if strict and tree["run"]["strategy"] != str(run.strategy):
         raise ValueError(
@@ -149,8 +141,16 @@ def _check(tree: Mapping[str, Any], run: Run, facts: manifest.Manifest, strict: 
         there = [len(group["params"]) for group in state["param_groups"]]
         if here != there:
             raise ValueError(f"the checkpoint's optimizer has groups of {there} parameters, this one of {here}")
+        for group in state["param_groups"]:
+            lacking, odd = optimizer.defaults.keys() - group.keys(), group.keys() - {*optimizer.param_groups[0], *ADDED}
+            if lacking and odd:  # one alone may be another version of torch
+                raise ValueError(
+                    f"the checkpoint's optimizer has {', '.join(sorted(odd))} and no {', '.join(sorted(lacking))}; "
+                    f"it was not a {type(optimizer).__name__}"
+                )
     if (tree["scaler"] is None) != (run.scaler is None):
         raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
+    run.check_state(tree["run"], strict=strict)
 
 
 def _apply(tree: dict[str, Any], run: Run, strict: bool) -> None:

@@ -6,17 +6,21 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 FORMAT = 1
 FILE = "manifest.json"
 PARTIAL = ".partial"
+CHECKSUM = "checksum"  # of the rest of the manifest
+LOCK = ".writing"  # locked as long as the process that writes is alive
 OLD = f".old{PARTIAL}"  # a checkpoint whose step is being saved once more
 
 
@@ -36,10 +40,22 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         with (folder / FILE).open("w") as file:
-            json.dump(asdict(self), file, indent=1)
+            json.dump({**asdict(self), CHECKSUM: self._checksum()}, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+
+    def _checksum(self) -> str:
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> "Manifest":
+        """What was written, if it is still that to the letter."""
+        written = data.pop(CHECKSUM, None)
+        found = cls(**data)
+        if found._checksum() != written:
+            raise ValueError("its checksum is not the one that was written down")
+        return found
 
 
 def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, Any]]) -> Manifest:
@@ -66,8 +82,8 @@ def read(folder: Path) -> Manifest:
             f"it was written by laconic {data.get('laconic', '?')}"
         )
     try:
-        return Manifest(**data)
-    except TypeError as error:
+        return Manifest.of(data)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{folder / FILE} is damaged: {error}") from error
 
 
@@ -108,19 +124,65 @@ def folder_name(step: int) -> str:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in a directory, oldest first, whole or not. What has another kind of name is not ours."""
-    return [folder for _, folder in sorted((int(match[1]), folder) for match, folder in _folders(path) if not match[2])]
+    """The checkpoints in a directory, oldest first, whole or not. What has another kind of name is not ours.
+
+    One that was about to be replaced by another of its step, when the process was killed, counts.
+    """
+    found = [(int(match[1]), folder) for match, folder in _folders(path) if not match[2]]
+    there = {step for step, _ in found}
+    found += [(int(match[1]), folder) for match, folder in _folders(path) if match[2] == OLD and int(match[1]) not in there]
+    return [folder for _, folder in sorted(found)]
+
+
+def whole(folder: Path) -> bool:
+    """Whether nothing is missing of a checkpoint, at a glance."""
+    try:
+        return missing(folder, read(folder)) is None
+    except ValueError:
+        return False
+
+
+def lock(folder: Path) -> TextIO:
+    """As long as this file is open, and its process alive, `sweep` leaves the folder alone."""
+    file = (folder / LOCK).open("w")
+    if sys.platform != "win32":
+        import fcntl
+
+        with suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
+def _being_written(folder: Path) -> bool:
+    if sys.platform == "win32" or not (folder / LOCK).exists():
+        return False
+    import fcntl
+
+    with (folder / LOCK).open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+    return False
 
 
 def sweep(path: Path) -> None:
     """Remove what a save that was killed has left; what it was about to replace is put back."""
-    left = [folder for match, folder in _folders(path) if match[2]]
-    for folder in left:
+    for folder in [folder for match, folder in _folders(path) if match[2]]:
         target = folder.with_name(folder.name.removesuffix(OLD))
         if folder.name.endswith(OLD) and not target.exists():
             folder.rename(target)
-        else:
+        elif not _being_written(folder):
             shutil.rmtree(folder)
+
+
+def prune(newest: Path, keep: int) -> None:
+    """Remove old checkpoints beside the one just written, so that `keep` whole ones are left."""
+    others = [folder for folder in checkpoints(newest.parent) if folder != newest and whole(folder)]
+    for folder in others[: max(0, len(others) - (keep - 1))]:
+        shutil.rmtree(folder)
 
 
 def _folders(path: Path) -> Iterator[tuple[re.Match[str], Path]]:

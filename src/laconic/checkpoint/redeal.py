@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.state import kept_of
+
 Path = tuple[str, ...]
 
 
@@ -20,8 +22,7 @@ def merge(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One tree for every new rank, out of those of all old ranks; without `extra` and `random`."""
     wanted = [{key: value for key, value in tree.items() if key not in ("extra", "random")} for tree in trees]
     merged: dict[str, Any] = _combined(wanted, (), len(trees))
-    memory = merged["run"]["memory"]
-    merged["run"]["kept"] = [f"{name}: {key}" for name, slot in memory.items() for key in slot]
+    merged["run"]["kept"] = kept_of(merged["run"]["memory"], merged["run"]["local"]["deltas"])
     if merged["run"]["local"]["deltas"] is None:
         merged["run"]["local"]["drifted"] = False  # the mean of all replicas is the same everywhere
     return merged
@@ -44,7 +45,9 @@ def _mean(tensors: Sequence[Tensor], path: Path, ranks: int) -> Tensor:
     first = tensors[0]
     match path:
         case ("model" | "optimizers", *_):
-            if not first.is_floating_point() or path[-1] == "step":
+            if all(torch.equal(first, tensor) for tensor in tensors):
+                return first
+            if path[-1] == "step" or not (first.is_floating_point() or first.is_complex()):
                 return torch.stack(list(tensors)).amax(0)
             ranks = len(tensors)
         case ("run", "memory", _, "error") | ("run", "local", "deltas", "memory", _, "error"):
@@ -53,4 +56,5 @@ def _mean(tensors: Sequence[Tensor], path: Path, ranks: int) -> Tensor:
             pass
         case _:
             return first
-    return torch.stack([tensor.double() for tensor in tensors]).sum(0).div_(ranks).to(first.dtype)
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    return torch.stack([tensor.to(wide) for tensor in tensors]).sum(0).div_(ranks).to(first.dtype)

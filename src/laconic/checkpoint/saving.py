@@ -3,8 +3,10 @@
 import json
 import shutil
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from torch.optim import Optimizer
 
 from laconic.agreement import agree, gather_texts
 from laconic.checkpoint import manifest
-from laconic.checkpoint.contents import check_own, gather, namer
+from laconic.checkpoint.contents import check_own, check_run, gather, namer
 from laconic.checkpoint.tree import pack
 from laconic.run import Run
 from laconic.wire import Ledger, TorchGroup, land
 
 CPU = torch.device("cpu")
+GRACE_SECONDS = 30.0  # for a checkpoint on its way when the run has failed
 
 
 class Saving:
@@ -30,6 +33,7 @@ class Saving:
         self._work = work
         self._path: Path | None = None
         self._problem: BaseException | None = None
+        self._told = False
         self._thread: threading.Thread | None = None
         if asynchronous:
             # Not a daemon: a training that ends waits for its last checkpoint.
@@ -54,9 +58,21 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         if self._problem is not None:
+            self._told = True
             raise self._problem
         assert self._path is not None
         return self._path
+
+    def settle(self, failed: bool) -> None:
+        """Before the run ends: wait, and raise what nobody has been told yet. A run that has failed waits for some seconds."""
+        if failed:
+            assert self._thread is not None
+            self._thread.join(GRACE_SECONDS)
+            if not self.done or self._problem is not None:
+                reason = self._problem or f"it took more than {GRACE_SECONDS} s after the run had failed"
+                warnings.warn(f"the last asynchronous checkpoint is lost: {reason}", stacklevel=2)
+        elif not self._told:
+            self.wait()
 
 
 _going: "weakref.WeakKeyDictionary[Run, Saving]" = weakref.WeakKeyDictionary()  # one save of a run at a time
@@ -77,49 +93,67 @@ def save(
     A directory `step-00000042` appears in `path`, which all ranks must see, when the last rank is done; until then its name
     ends with `.partial`, and a save that is killed leaves the checkpoints before untouched. `extra` is anything plain of this
     rank's own (an epoch, a scheduler's or loader's state). `model` and `optimizer` are the run's own, and may be left out.
-    The `keep` newest are kept, None: all. With `asynchronous` the call returns when everything has been copied aside; the
-    writing goes on in a thread, with a gloo group of its own.
+    This one and the newest others are kept, `keep` in all; None: all. With `asynchronous` the call returns when everything
+    has been copied aside; the writing goes on in a thread, with a gloo group of its own. One directory is for one run.
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
-    check_own(run, model, optimizer)
+    check_run(run, "save")
     before = _going.pop(run, None)
     if before is not None:
-        before.wait()
-    group, device = run.group, run.device
-    target = Path(path) / manifest.folder_name(run.step)
-    aside = run.aside() if asynchronous or device.type != "cpu" else group
-    tensors, rest = pack(gather(run, extra), namer(run, group.rank))
-    flat = {**tensors, f"rank{group.rank}/skeleton": rest}
-    if asynchronous:
-        flat = {key: tensor.to("cpu", copy=True) for key, tensor in flat.items()}
-    identity = agree([f"step {run.step}", f"strategy {run.strategy}", f"keep {keep}"], None, group, device)
-    strategy, step = str(run.strategy), run.step
-    partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
-    saving = Saving(lambda: _write(target, partial, flat, aside, step, strategy, keep), asynchronous)
+        before.settle(failed=False)
+    with run.during("saving a checkpoint"):
+        group, device = run.group, run.device
+        aside = run.aside() if asynchronous or device.type != "cpu" else group
+        flat: dict[str, Tensor] = {}
+        problem: Exception | None = None
+        try:
+            _check(extra, keep)
+            check_own(run, model, optimizer)
+            tensors, rest = pack(gather(run, extra), namer(run, group.rank))
+            flat = {**tensors, f"rank{group.rank}/skeleton": rest}
+        except (TypeError, ValueError) as error:
+            problem = error
+        facts = [f"step {run.step}", f"strategy {run.strategy}", f"keep {keep}", f"asynchronous {asynchronous}"]
+        identity = agree(facts, problem, group, device)
+        if asynchronous:
+            flat = {key: tensor.to("cpu", copy=True) for key, tensor in flat.items()}
+        strategy, step = str(run.strategy), run.step
+        target = Path(path) / manifest.folder_name(step)
+        partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
+        saving = Saving(lambda: _write(target, partial, flat, aside, step, strategy, keep), asynchronous)
     if asynchronous:
         _going[run] = saving
-        run.before_detach(saving.wait)
+        run.before_detach(saving.settle)
     else:
         saving.wait()
     return saving
+
+
+def _check(extra: object, keep: object) -> None:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dict of plain data, got {type(extra).__name__}")
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
+        raise TypeError(f"keep must be a whole number, or None to keep all, got {keep!r}")
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
 
 
 def _write(
     target: Path, partial: Path, flat: dict[str, Tensor], group: TorchGroup, step: int, strategy: str, keep: int | None
 ) -> Path:
     first = group.rank == 0
-    try:
-        _together(group, _prepare if first else None, partial)
-        dcp.save(flat, storage_writer=dcp.FileSystemWriter(partial), process_group=group.process_group)
-        mine = manifest.describe(partial, [file.name for file in partial.glob(f"__{group.rank}_*")])
-        facts = land(gather_texts(json.dumps(mine), CPU), group, Ledger())
-        _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy, keep)
-    except BaseException as problem:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        cause = _cause(problem)
-        raise RuntimeError(f"the checkpoint {target} was not written; those before are untouched: {cause}") from problem
+    with ExitStack() as locked:
+        try:
+            _together(group, _prepare if first else None, partial, locked)
+            dcp.save(flat, storage_writer=dcp.FileSystemWriter(partial), process_group=group.process_group)
+            mine = manifest.describe(partial, [file.name for file in partial.glob(f"__{group.rank}_*")])
+            facts = land(gather_texts(json.dumps(mine), CPU), group, Ledger())
+            _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy)
+        except BaseException as problem:
+            shutil.rmtree(partial, ignore_errors=True)  # by every rank: it may be that each has seen another directory
+            cause = _cause(problem)
+            raise RuntimeError(f"the checkpoint {target} was not written; those before are untouched: {cause}") from problem
+    if first and keep is not None:
+        manifest.prune(target, keep)
     return target
 
 
@@ -134,28 +168,31 @@ def _together(group: TorchGroup, task: Callable[..., None] | None, *arguments: o
     agree([], problem, group, CPU)
 
 
-def _prepare(partial: Path) -> None:
+def _prepare(partial: Path, locked: ExitStack) -> None:
     partial.parent.mkdir(parents=True, exist_ok=True)
     manifest.sweep(partial.parent)
     partial.mkdir()
+    locked.enter_context(manifest.lock(partial))
 
 
-def _publish(target: Path, partial: Path, facts: list[str], world: int, step: int, strategy: str, keep: int | None) -> None:
+def _publish(target: Path, partial: Path, facts: list[str], world: int, step: int, strategy: str) -> None:
     files = manifest.describe(partial, [".metadata"])
     for each in facts:
         files |= json.loads(each)
-    manifest.new(step, world, strategy, files).write(partial)
+    written = manifest.new(step, world, strategy, files)
+    torn = manifest.missing(partial, written)
+    if torn is not None:
+        raise FileNotFoundError(f"{torn}, as the first rank sees it: all ranks must write to one directory that all can see")
+    written.write(partial)
     manifest.sync_folder(partial)
     old = None
     if target.exists():  # the same step once more
         old = target.rename(target.with_name(f"{target.name}{manifest.OLD}"))
     partial.rename(target)
     manifest.sync_folder(target.parent)
+    (target / manifest.LOCK).unlink()
     if old is not None:
         shutil.rmtree(old)
-    if keep is not None:
-        for folder in manifest.checkpoints(target.parent)[:-keep]:
-            shutil.rmtree(folder)
 
 
 def _cause(problem: BaseException) -> str:

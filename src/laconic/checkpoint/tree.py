@@ -1,6 +1,8 @@
 """A nested state as named tensors and a skeleton: what is large apart from what is not."""
 
 import io
+import pickle
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -8,27 +10,56 @@ import torch
 from torch import Tensor
 
 MARK = "laconic tensor"
+ARRAY = "laconic array"  # NumPy's, as its bytes
+PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 def pack(tree: object, name: Callable[[tuple[str, ...]], str]) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of a tree of dicts, lists and tuples, by what `name` makes of their paths; and all the rest, as bytes."""
+    """The tensors of a tree of dicts, lists and tuples, by what `name` makes of their paths; and all the rest, as bytes.
+
+    NumPy's arrays come back as such, and its numbers as Python's. What can't be read back as plain data is refused here,
+    with its place: a checkpoint that nobody can load is worth nothing.
+    """
     tensors: dict[str, Tensor] = {}
 
     def walk(node: object, path: tuple[str, ...]) -> object:
         if isinstance(node, Tensor):
             key = name(path)
-            assert key not in tensors, f"two tensors are called {key}"
+            while key in tensors:  # {"a": {"b": ...}, "a/b": ...}
+                key += "'"
             tensors[key] = node.detach()
             return {MARK: key}
         if isinstance(node, Mapping):
-            return {key: walk(value, (*path, str(key))) for key, value in node.items()}
-        if isinstance(node, list | tuple):
-            return type(node)([walk(value, (*path, str(place))) for place, value in enumerate(node)])
-        return node
+            return {_plain(key, path): walk(value, (*path, str(key))) for key, value in node.items()}
+        if isinstance(node, list | tuple) and not isinstance(node, torch.Size):
+            parts = [walk(value, (*path, str(place))) for place, value in enumerate(node)]
+            return parts if isinstance(node, list) else tuple(parts)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(node, numpy.generic):
+            return _plain(node.item(), path)
+        if numpy is not None and isinstance(node, numpy.ndarray) and not node.dtype.hasobject:
+            data = torch.tensor(bytearray(node.tobytes()), dtype=torch.uint8)
+            return {ARRAY: [node.dtype.str, list(node.shape), walk(data, path)]}
+        return _plain(node, path)
 
     buffer = io.BytesIO()
     torch.save(walk(tree, ()), buffer)
     return tensors, torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _plain(value: Any, path: tuple[str, ...]) -> Any:
+    """A value that can be read back."""
+    if type(value) in PLAIN:
+        return value
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+        raise TypeError(
+            f"a checkpoint holds plain data: numbers, texts, tensors, arrays, and dicts, lists and tuples of them; "
+            f"{'/'.join(path)} has a {type(value).__module__}.{type(value).__qualname__}, {value!r:.80}"
+        ) from error
 
 
 def skeleton(data: Tensor) -> Any:
@@ -50,7 +81,14 @@ def _leaves(node: object) -> list[object]:
 def unpack(node: object, tensors: Mapping[str, Tensor]) -> Any:
     """The tree again."""
     if isinstance(node, Mapping):
-        return tensors[node[MARK]] if MARK in node else {key: unpack(value, tensors) for key, value in node.items()}
-    if isinstance(node, list | tuple):
+        if MARK in node:
+            return tensors[node[MARK]]
+        if ARRAY in node:
+            import numpy
+
+            dtype, shape, data = node[ARRAY]
+            return numpy.frombuffer(bytearray(unpack(data, tensors).numpy()), dtype=dtype).reshape(shape)
+        return {key: unpack(value, tensors) for key, value in node.items()}
+    if isinstance(node, list | tuple) and not isinstance(node, torch.Size):
         return type(node)([unpack(value, tensors) for value in node])
     return node
