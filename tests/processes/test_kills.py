@@ -50,31 +50,39 @@ def workers(parent: int) -> list[int]:
 
 
 def disturbed(folder: Path, strategy: str, steps: int, kills: int, seed: int, *more: str) -> str:
-    """Kill a worker once a new checkpoint has appeared, some random moments later; so many times."""
+    """Kill a worker so many times: in turn some random moments after a checkpoint has appeared, and in the middle of a save."""
     chance = random.Random(seed)
     process = subprocess.Popen(
         command(folder, strategy, steps, *more), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    killed = 0
     try:
-        for _ in range(kills):
-            known = set(folder.glob("step-*"))
-            deadline = time.monotonic() + 60
-            while process.poll() is None and set(folder.glob("step-*")) <= known and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.3))
-            alive = workers(process.pid)
-            if process.poll() is not None or not alive:
-                break
-            os.kill(chance.choice(alive), signal.SIGKILL)
+        for number in range(kills):
+            known, deadline = set(_saved(folder)), time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if number % 2 and list(folder.glob("*.partial")):
+                    break
+                if number % 2 == 0 and set(_saved(folder)) - known:
+                    time.sleep(chance.uniform(0, 0.3))
+                    break
+                time.sleep(0.001)
+            for worker in chance.sample(alive := workers(process.pid), min(1, len(alive))):
+                os.kill(worker, signal.SIGKILL)
+                killed += 1
         output, _ = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 0, output
+    assert killed == kills, "it was over before"
     return output
 
 
+def _saved(folder: Path) -> list[Path]:
+    return [entry for entry in folder.glob("step-*") if entry.suffix != ".partial"]
+
+
 def check(tmp_path: Path, strategy: str, kills: int, seed: int, *more: str) -> None:
-    steps = 60
+    steps = 120
     calm = subprocess.run(
         command(tmp_path / "calm", strategy, steps, *more), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )

@@ -31,9 +31,10 @@ THREE = ["ddp(reducer=ErrorFeedback(PowerSGD(2)))", "post_local_sgd(warmup=2, pe
 
 
 def chosen() -> list[str]:
-    """Every reducer once and every recipe once, in pairs."""
-    count = max(len(REDUCERS), len(RECIPES))
-    return [RECIPES[place % len(RECIPES)].format(REDUCERS[place % len(REDUCERS)]) for place in range(count)]
+    """Every reducer once, in turn in the recipes that take one; and every other recipe."""
+    takers = [recipe for recipe in RECIPES if "={}" in recipe]
+    pairs = [takers[place % len(takers)].format(reducer) for place, reducer in enumerate(REDUCERS)]
+    return pairs + [recipe.format() for recipe in RECIPES if recipe not in takers]
 
 
 def matrix() -> list[str]:
@@ -111,6 +112,17 @@ def check(world: int, text: str, folder: Path, saves: list[int]) -> None:
 @pytest.mark.parametrize("text", chosen())
 def test_resume(text: str, tmp_path: Path) -> None:
     check(2, text, tmp_path, [5])
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        ("powersgd(rank=2, warmup=3)", 2),  # the warm-up isn't over
+        ("streaming_diloco(4, fragments=2, delay=2)", 7),  # a fragment is in the air
+    ],
+)
+def test_resume_on_four_ranks(text: str, at: int, tmp_path: Path) -> None:
+    check(4, text, tmp_path, [at])
 
 
 @pytest.mark.parametrize("text", ["ddp()", *(pytest.param(text, marks=pytest.mark.soak) for text in THREE)])

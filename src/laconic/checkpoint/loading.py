@@ -33,7 +33,7 @@ class Loaded:
 
 def latest(path: str | Path) -> Path | None:
     """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over."""
-    return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.whole(folder)), None)
+    return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.problem(folder) is None), None)
 
 
 def load(
@@ -84,7 +84,7 @@ def _chosen(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
-        there = ", ".join(folder.name for folder in manifest.checkpoints(path)) or "nothing"
+        there = ", ".join(f"{folder.name} ({manifest.problem(folder)})" for folder in manifest.checkpoints(path)) or "nothing"
         raise ValueError(f"{path} has no whole checkpoint; there is {there}")
     return found
 
@@ -146,7 +146,7 @@ def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
             if lacking and odd:  # one alone may be another version of torch
                 raise ValueError(
                     f"the checkpoint's optimizer has {', '.join(sorted(odd))} and no {', '.join(sorted(lacking))}; "
-                    f"it was not a {type(optimizer).__name__}"
+                    f"it was of another kind than {type(optimizer).__name__}"
                 )
     if (tree["scaler"] is None) != (run.scaler is None):
         raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")

@@ -134,12 +134,12 @@ def checkpoints(path: Path) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
-def whole(folder: Path) -> bool:
-    """Whether nothing is missing of a checkpoint, at a glance."""
+def problem(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, at a glance; None: nothing."""
     try:
-        return missing(folder, read(folder)) is None
-    except ValueError:
-        return False
+        return missing(folder, read(folder))
+    except ValueError as error:
+        return str(error)
 
 
 def lock(folder: Path) -> TextIO:
@@ -180,7 +180,7 @@ def sweep(path: Path) -> None:
 
 def prune(newest: Path, keep: int) -> None:
     """Remove old checkpoints beside the one just written, so that `keep` whole ones are left."""
-    others = [folder for folder in checkpoints(newest.parent) if folder != newest and whole(folder)]
+    others = [folder for folder in checkpoints(newest.parent) if folder != newest and problem(folder) is None]
     for folder in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(folder)
 

@@ -152,8 +152,7 @@ def _write(
             shutil.rmtree(partial, ignore_errors=True)  # by every rank: it may be that each has seen another directory
             cause = _cause(problem)
             raise RuntimeError(f"the checkpoint {target} was not written; those before are untouched: {cause}") from problem
-    if first and keep is not None:
-        manifest.prune(target, keep)
+    _together(group, manifest.prune if first and keep is not None else None, target, keep)
     return target
 
 
