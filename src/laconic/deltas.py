@@ -171,7 +171,19 @@ class DeltaAverager:
         return airborne.present.result
 
     def _apply_all(self, fragment: int, step: int, present: Roll, air: Sequence[Cargo]) -> None:
-        means = [self._apply(cargo) for cargo in air]
+        means, bad = [], []  # type: list[Tensor], list[str]
+        for cargo in air:
+            mean, good = self._apply(cargo)
+            means.append(mean)
+            bad += [] if good else cargo.bucket.names
+        if bad:
+            self.skipped += 1
+            self._on_reset(bad)
+            warnings.warn(
+                f"a mean delta is not finite although each rank's was (among {bad[0]}, ...); these parameters go back "
+                "to where they were after the last exchange",
+                stacklevel=2,
+            )
         if self._probe.watching:
             self._probe.syncs.append(sync_of_deltas(step, present.squares, self._group.rank, squared_norm(means)))
         if self._deltas.blend == 0 and not (self._deltas.carry and self._deltas.delay):
@@ -199,13 +211,14 @@ class DeltaAverager:
             for group, rate in zip(self._outer.param_groups, present.rates, strict=True):
                 group["rate"] = rate
 
-    def _apply(self, cargo: Cargo) -> Tensor:
+    def _apply(self, cargo: Cargo) -> tuple[Tensor, bool]:
+        """The mean delta, and whether it could be used."""
         bucket, result, blend = cargo.bucket, cargo.flight.complete(), self._deltas.blend
-        good = finite(result.mean) if result.good is None else result.good
+        good = bool(finite(result.mean) if result.good is None else result.good)
         result.finish()
         anchors = [self.anchors[name] for name in bucket.names]
-        carried = self._progress(cargo) if self._deltas.carry and bool(good) else None
-        if bool(good):
+        carried = self._progress(cargo) if self._deltas.carry and good else None
+        if good:
             for anchor, delta in zip(anchors, unflatten(result.mean, anchors), strict=True):
                 anchor.grad = delta.to(anchor.device)
             self._outer.step()
@@ -213,18 +226,11 @@ class DeltaAverager:
                 anchor.grad = None
         else:
             blend = 0.0
-            self.skipped += 1
-            self._on_reset(bucket.names)
-            warnings.warn(
-                f"a mean delta is not finite although each rank's was (among {bucket.names[0]}, ...); these parameters go back "
-                "to where they were after the last exchange",
-                stacklevel=2,
-            )
         for index, (name, anchor) in enumerate(zip(bucket.names, anchors, strict=True)):
             parameter = self._parameters[name]
             there = anchor.to(parameter.device) if carried is None else carried[index].add_(anchor.to(parameter.device))
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
-        return result.mean
+        return result.mean, good
 
     def _progress(self, cargo: Cargo) -> list[Tensor] | None:
         """How far this replica has come since the launch, in the place of the delta that left; None: it left just now."""

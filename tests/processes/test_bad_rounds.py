@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import laconic
+from laconic import deltas
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.ranks import ranks
 
@@ -80,6 +81,34 @@ def test_settings_that_make_no_sense() -> None:
         laconic.diloco(2, outlier=-1.0)
 
 
+def too_large_for_the_wire(rank: int) -> None:
+    """Deltas that are finite here and not in 16 bits, in two of many buckets: these go back, the others go on."""
+    deltas.BUCKET_BYTES = 1100
+    try:
+        model, optimizer, run = started("diloco(2, reducer=Cast('fp16'))")
+    finally:
+        deltas.BUCKET_BYTES = 25 << 20
+    before = weights(model)
+    step_once(model, optimizer, rank, 0)
+    with torch.no_grad():
+        for place in (0, 4):
+            list(model.parameters())[place].add_(1e5)
+    with pytest.warns(UserWarning, match="a mean delta is not finite although each rank's was") as told:
+        step_once(model, optimizer, rank, 1)
+    assert len([one for one in told if "mean delta" in str(one.message)]) == 1
+    assert run.stats().skipped == 1, "one round"
+    same = [torch.equal(now, then) for now, then in zip(weights(model), before, strict=True)]
+    assert same[0]
+    assert same[4]
+    assert not all(same)
+    assert everywhere_equal(weights(model))
+    run.detach()
+
+
+def test_deltas_too_large_for_the_wire_go_back() -> None:
+    ranks(2, too_large_for_the_wire)
+
+
 # Replicas
 
 
@@ -97,7 +126,9 @@ def spoilt(rank: int, text: str, where: str, odd: int) -> None:
         target = next(iter(run.state_dict()["local"]["deltas"]["outer"][name].values()))
     if rank == odd:
         target.view(-1)[2] += 1e-6 * target.view(-1)[2].abs() + 1e-7
-    with pytest.raises(laconic.ReplicaError, match=rf"after 4 steps, .*{name} is not the same on rank {odd} as on rank {1 - odd}"):
+    with pytest.raises(
+        laconic.ReplicaError, match=rf"after 4 steps, .*{name} is not the same on rank {odd} as on rank {1 - odd}"
+    ):
         laconic.check_replicas(run)
     run.detach()
 
