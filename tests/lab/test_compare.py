@@ -17,9 +17,8 @@ from laconic.cli import app
 from laconic.lab.compare import predicted_ms
 from laconic.lab.cost import FACTORS
 from laconic.lab.link import Link
-from laconic.report import records
 from laconic.report.live import Board
-from laconic.report.summary import rows, verdict
+from tests.lab.made import result
 from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
 
 
@@ -194,20 +193,6 @@ def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_keeps_the_record_before(tmp_path: Path) -> None:
-    results = result(("ddp()", 1.0, 100, 1000))
-    results.write(tmp_path)
-    before = (tmp_path / "results.json").read_bytes()
-    code = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\nfrom pathlib import Path\n"
-        f"from laconic.report import records; folder = Path({str(tmp_path)!r}); records.read(folder).write(folder)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "File too large" in done.stderr
-    assert (tmp_path / "results.json").read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-
-
 def test_the_live_table_moves() -> None:
     console = Console(force_terminal=True, width=100, file=io.StringIO())
     with Board(console, ["ddp()", "silent()"], steps=100, seeds=1) as board:
@@ -235,61 +220,3 @@ def test_help_is_quick_and_list_is_whole(tmp_path: Path) -> None:
     listed = laconic("list", folder=tmp_path).stdout
     for name in ("streaming_diloco(", "powersgd(", "Quantized(", "Bytes: ", "arXiv:2311.08105"):
         assert name in listed
-
-
-# Words and numbers
-
-
-def result(*runs: tuple[str, float, float, float]) -> records.Results:
-    """(strategy, loss, ms a step, bytes a step)"""
-    made = [
-        records.Record(
-            strategy=name,
-            seed=0,
-            steps=10,
-            val_loss=loss,
-            seconds=1.0,
-            step_ms=ms,
-            predicted_step_ms=None,
-            wire_bytes_per_step={"counted": size, "predicted": size, "kernel": None},
-            wait_ms=None,
-            curve=[[5, 0.5, 1, 3.0], [10, 1.0, 2, loss]],
-            pace=[[ms, ms / 2], [ms, None]],
-        )
-        for name, loss, ms, size in runs
-    ]
-    return records.Results({"cores": 2, "cpu": "some"}, {}, "digits", 2, "100mbit", None, made)
-
-
-def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
-    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.01, 50, 500), ("b()", 1.5, 10, 10), ("silent()", 2.0, 40, 0))
-    words = verdict(results)
-    assert "Take a()" in words
-    assert "+1.0%" in words
-    assert "0.5 of its bytes" in words
-    assert "2 times its speed, 80% of the rate" in words
-    assert "digits, 2 workers, link 100mbit, 1 seed, 2 cores" in words
-
-
-def test_the_verdict_says_when_none_is() -> None:
-    assert "No strategy came within 2 %" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
-    assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
-
-
-def test_seconds_to_the_loss_of_ddp() -> None:
-    table = {row.strategy: row for row in rows(result(("ddp()", 1.0, 100, 1000), ("a()", 0.5, 50, 500), ("b()", 2.0, 10, 10)))}
-    assert table["a()"].to_base_loss == pytest.approx(0.5 + 0.5 * 1.999 / 2.5)
-    assert table["b()"].to_base_loss is None
-
-
-def test_a_record_is_written_whole_and_read_again(tmp_path: Path) -> None:
-    results = result(("ddp()", 1.0, 100, 1000))
-    results.write(tmp_path)
-    assert records.read(tmp_path) == results
-    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-    for text, pattern in [("{", "damaged"), ('{"version": 9}', "not of version 1"), ('{"version": 1, "runs": []}', "damaged")]:
-        (tmp_path / "results.json").write_text(text)
-        with pytest.raises(ValueError, match=pattern):
-            records.read(tmp_path)
-    with pytest.raises(ValueError, match=r"has no results.json"):
-        records.read(tmp_path / "nowhere")

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from laconic.report import page, records, run_page
 from laconic.report.charts import figures
-from tests.lab.test_compare import result
+from tests.lab.made import result
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 NASTY = "</script><script>document.title='taken'</script><b>\"bold\"</b>&amp;'"

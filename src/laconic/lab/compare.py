@@ -145,13 +145,13 @@ def _record(
         strategy=strategy,
         seed=seed,
         steps=comparison.steps,
-        val_loss=last["loss"],
+        val_loss=records.finite(last["loss"]),
         seconds=last["seconds"],
         step_ms=step_ms,
         predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, end["kinds"], comparison.link),
         wire_bytes_per_step=bytes_per_step,
         wait_ms=wait,
-        curve=[[look["step"], look["seconds"], look["bytes"], look["loss"]] for look in told["look"]],
+        curve=[[look["step"], look["seconds"], look["bytes"], records.finite(look["loss"])] for look in told["look"]],
         pace=[row for part in told["pace"] for row in part["rows"]],
     )
 

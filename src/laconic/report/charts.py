@@ -32,7 +32,7 @@ def loss_over(results: Results, column: int, title: str, *, log: bool = False) -
     for strategy, runs in _by_strategy(results).items():
         points: list[tuple[float | None, float | None]] = []
         for run in runs:
-            points += [(row[column], row[3]) for row in run.curve if row[column] > 0 or not log]
+            points += [(row[column], row[3]) for row in run.curve if (row[column] or 0.0) > 0 or not log]
             points.append((None, None))  # lifts the pen between seeds
         if not any(x is not None for x, _ in points):
             continue

@@ -1,5 +1,6 @@
 """A comparison while it runs: a table that moves in a terminal, plain lines elsewhere."""
 
+import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,10 +49,10 @@ class Board:
     def finish(self, record: Record, *, ran: bool = True) -> None:
         line = self._lines[record.strategy]
         line.done += 1
-        line.step, line.loss, line.rate = 0, record.val_loss, 1e3 / record.step_ms
+        line.step, line.loss, line.rate = 0, math.nan if record.val_loss is None else record.val_loss, 1e3 / record.step_ms
         line.sent = (record.wire_bytes_per_step["counted"] or 0.0) * record.steps
         if ran and not self._console.is_terminal:
-            said = f"{record.strategy}, seed {record.seed}: loss {record.val_loss:.4f}, {record.step_ms:.1f} ms a step"
+            said = f"{record.strategy}, seed {record.seed}: {_loss(record)}, {record.step_ms:.1f} ms a step"
             self._console.print(f"{said}, {human(line.sent / record.steps)} a step", highlight=False, markup=False)
 
     def table(self) -> Table:
@@ -64,11 +65,15 @@ class Board:
             bar = ProgressBar(total=whole, completed=min(whole, line.done * self._steps + line.step), width=24)
             numbers = (
                 "" if line.rate is None else f"{line.rate:.1f}",
-                "" if line.loss is None else f"{line.loss:.3f}",
+                "" if line.loss is None else f"{line.loss:.3f}" if math.isfinite(line.loss) else "diverged",
                 "" if line.sent is None else human(line.sent),
             )
             table.add_row(escape(text), bar, *numbers)
         return table
+
+
+def _loss(record: Record) -> str:
+    return "diverged" if record.val_loss is None else f"loss {record.val_loss:.4f}"
 
 
 class _Line:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.report.charts import Figure, figures
-from laconic.report.records import Results, write_whole
-from laconic.report.summary import ground, rows, verdict
+from laconic.report.records import Results, finite, write_whole
+from laconic.report.summary import rows
 from laconic.report.terminal import cells, columns, legend
+from laconic.report.words import ground, verdict
 
 FILE = "report.html"
 
@@ -119,5 +120,5 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _json(data: object) -> str:
-    """JSON that can't end the script element it stands in."""
-    return json.dumps(data).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """JSON that can't end the script element it stands in. A NaN would end it: browsers don't read them."""
+    return json.dumps(finite(data), allow_nan=False).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,6 +1,7 @@
 """What a comparison writes down: results.json, version 1."""
 
 import json
+import math
 import os
 import re
 from dataclasses import asdict, dataclass, field
@@ -18,13 +19,13 @@ class Record:
     strategy: str
     seed: int
     steps: int
-    val_loss: float  # of the averaged model, at the end
+    val_loss: float | None  # of the averaged model, at the end; None: it is no finite number, the run diverged
     seconds: float  # of the timed steps
     step_ms: float
     predicted_step_ms: float | None  # over the link that was asked for, where it could not be had
     wire_bytes_per_step: dict[str, float | None]  # counted, predicted, kernel
     wait_ms: float | None  # a step, while the training thread stood still
-    curve: list[list[float]]  # [step, seconds, bytes, loss]
+    curve: list[list[float | None]]  # [step, seconds, bytes, loss]; the loss is None where it is no finite number
     pace: list[list[float | None]]  # of each timed step: its milliseconds, and those of waiting in it
 
 
@@ -64,7 +65,7 @@ def write_whole(path: Path, text: str) -> None:
     """The new file, or the one before: never half of one, also on a full disk."""
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w") as file:
+        with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -74,9 +75,25 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def finite(data: Any) -> Any:
+    """The same data with None for every NaN and infinity, for which JSON has no word.
+
+    >>> finite({"loss": [1.0, float("nan")]})
+    {'loss': [1.0, None]}
+    """
+    match data:
+        case float():
+            return data if math.isfinite(data) else None
+        case dict():
+            return {key: finite(value) for key, value in data.items()}
+        case list() | tuple():
+            return [finite(value) for value in data]
+    return data
+
+
 def _text(data: dict[str, Any]) -> str:
     """JSON with a row of numbers on a line of its own."""
-    text = json.dumps(data, indent=1)
+    text = json.dumps(finite(data), indent=1, allow_nan=False)
     return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
 
 
@@ -84,14 +101,24 @@ def read(folder: Path) -> Results:
     """What a comparison has written, or an error that says what is there instead."""
     file = folder / FILE
     try:
-        data = json.loads(file.read_text())
+        # Older files say NaN where the loss was none.
+        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda word: None)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {FILE}; is it the --out of a comparison?") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
     if not isinstance(data, dict) or data.get("version") != VERSION:
         raise ValueError(f"{file} is not of version {VERSION} of laconic's results")
     try:
-        return Results(**{**data, "runs": [Record(**run) for run in data["runs"]]})
-    except (TypeError, KeyError) as error:
+        return Results(**{**data, "runs": [_record(run) for run in data["runs"]]})
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def _record(data: dict[str, Any]) -> Record:
+    """A run with all its numbers: what is missing would only be missed when the table is made."""
+    record = Record(**data)
+    missing = {"counted", "predicted", "kernel"} - record.wire_bytes_per_step.keys()
+    if missing:
+        raise KeyError(f"wire_bytes_per_step of {record.strategy} lacks {', '.join(sorted(missing))}")
+    return record

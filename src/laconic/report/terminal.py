@@ -5,13 +5,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.report.records import Results
-from laconic.report.summary import Row, ground, rows, verdict
+from laconic.report.summary import Row, rows
+from laconic.report.words import ground, verdict
 
 LEGEND = (
-    "val loss: of the averaged model on held-out data, and against ddp(). Bytes: what one worker must put on the cable in a "
-    "step: counted, predicted on meta tensors, and as the kernel counted on its interface. step: timed steps, no warm-up. "
-    "speed: against ddp(). limit: share of the step rate of silent(), which never communicates. to ddp loss: seconds until "
-    "ddp()'s final loss, to 0.1 %."
+    "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. Bytes: what one "
+    "worker must put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
+    "step: timed steps, no warm-up. speed: against ddp(). limit: share of the step rate of silent(), which never "
+    "communicates. to ddp loss: seconds until ddp()'s final loss, to 0.1 %."
 )
 ON_THE_LINK = " on the link: PREDICTED, not measured, from the step without a limit and the bytes."
 
@@ -38,7 +39,7 @@ def cells(row: Row, results: Results) -> list[str]:
     """A row in words."""
     found = [
         row.strategy,
-        f"{row.loss:.4f}",
+        loss(row),
         f"{row.loss_ratio:.3f}" if row.loss_ratio else "",
         human(row.bytes_per_step),
         human(row.predicted),
@@ -49,6 +50,13 @@ def cells(row: Row, results: Results) -> list[str]:
         f"{row.to_base_loss:.1f} s" if row.to_base_loss is not None else "never",
     ]
     return [*found, f"{row.predicted_ms:.1f} ms" if row.predicted_ms is not None else ""] if results.link_note else found
+
+
+def loss(row: Row) -> str:
+    """The loss, or that there is none."""
+    if row.loss is not None:
+        return f"{row.loss:.4f}"
+    return f"diverged ({row.diverged} of {row.seeds})" if row.seeds > 1 else "diverged"
 
 
 def legend(results: Results) -> str:

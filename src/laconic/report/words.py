@@ -1,0 +1,63 @@
+"""A comparison in words: what to take, and what that rests on."""
+
+import statistics
+
+from laconic.report.records import Results
+from laconic.report.summary import BASE, LIMIT, Row, interval_ms, rows
+
+
+def verdict(results: Results) -> str:
+    """One paragraph: which to take, and what it rests on."""
+    table = rows(results)
+    base = next((row for row in table if row.strategy == BASE), None)
+    others = [row for row in table if row.strategy not in (BASE, LIMIT)]
+    if base is None or not others:
+        return f"Without {BASE} and another strategy there is nothing to compare."
+    measured = (
+        f"{results.task}, {results.workers} workers, link {results.link}"
+        f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
+        f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
+    )
+    return f"{_choice(base, others)} Measured on {measured}."
+
+
+def _choice(base: Row, others: list[Row]) -> str:
+    sane = [row for row in others if row.loss is not None]
+    if base.loss is None:
+        rest = f"Not so: {', '.join(row.strategy for row in sane)}." if sane else "So did all others."
+        return f"{BASE} itself diverged{_of_seeds(base)}: there is no loss to compare with. {rest}"
+    good = [row for row in sane if row.loss is not None and row.loss <= 1.02 * base.loss]
+    if not good:
+        near = min(sane, key=lambda row: row.loss or 0.0, default=None)
+        rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
+        return f"No strategy came within 2 % of {BASE}'s loss of {base.loss:.4f}; {rest}."
+    best = min(good, key=lambda row: row.step_ms)
+    assert best.loss is not None
+    share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
+    return (
+        f"Take {best.strategy}: a loss {round(best.loss / base.loss - 1, 3) + 0.0:+.1%} against {BASE}'s, at "
+        f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
+        f"speed{share}."
+    )
+
+
+def _of_seeds(row: Row) -> str:
+    return f" with {row.diverged} of {row.seeds} seeds" if row.seeds > 1 else ""
+
+
+def ground(results: Results) -> str:
+    """What was equal for all, what wasn't, and how noisy it was."""
+    seeds = sorted({run.seed for run in results.runs})
+    times = [interval_ms(run) for run in results.runs if run.strategy in (BASE, LIMIT)]
+    spread = max((statistics.stdev(ms) / statistics.mean(ms) for ms in times if len(ms) > 1), default=None)
+    over = [row.spread for row in rows(results) if row.spread is not None]
+    noise = f"within a run, the step time of {BASE} and {LIMIT} varied by up to {spread:.0%}" if spread is not None else ""
+    noise += f"{'; ' if noise else ''}over seeds by up to {max(over):.0%}" if over else ""
+    return (
+        f"Machine: {results.machine.get('cores')} cores, {results.machine.get('cpu')}. "
+        f"Link: {results.link}{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}. "
+        f"Seeds: {', '.join(map(str, seeds))}. "
+        "Equal for all: initial weights, data and its order, steps and samples, optimizer, link and machine. "
+        "Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all workers share "
+        f"its cores. Noise: {noise or 'not known'}{'' if over else '; one seed, so nothing is known over seeds'}."
+    )

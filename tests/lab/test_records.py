@@ -1,0 +1,70 @@
+"""results.json: whole or not at all, and read again."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laconic.report import page, records
+from tests.lab.made import result
+
+
+def test_a_disk_that_fills_up_keeps_the_record_before(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.write(tmp_path)
+    before = (tmp_path / "results.json").read_bytes()
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\nfrom pathlib import Path\n"
+        f"from laconic.report import records; folder = Path({str(tmp_path)!r}); records.read(folder).write(folder)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "File too large" in done.stderr
+    assert (tmp_path / "results.json").read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_record_is_written_whole_and_read_again(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.write(tmp_path)
+    assert records.read(tmp_path) == results
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+    for text, pattern in [("{", "damaged"), ('{"version": 9}', "not of version 1"), ('{"version": 1, "runs": []}', "damaged")]:
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(ValueError, match=pattern):
+            records.read(tmp_path)
+    with pytest.raises(ValueError, match=r"has no results.json"):
+        records.read(tmp_path / "nowhere")
+
+
+def test_what_is_no_number_is_null_in_every_file(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", float("nan"), 50, float("inf")))
+    results.write(tmp_path)
+    data = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert data["runs"][1]["val_loss"] is None
+    assert data["runs"][1]["curve"][-1][3] is None
+    back = records.read(tmp_path)
+    assert back.runs[1].val_loss is None
+    charts = re.findall(r'<script type="application/json">(.*?)</script>', page.page(back))
+    assert len([json.loads(chart, parse_constant=pytest.fail) for chart in charts]) == 4
+
+
+def test_older_records_said_nan(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.write(tmp_path)
+    text = (tmp_path / "results.json").read_text().replace('"val_loss": 1.0', '"val_loss": NaN')
+    (tmp_path / "results.json").write_text(text)
+    assert records.read(tmp_path).runs[0].val_loss is None
+
+
+def test_damage_is_said_with_the_files_name(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    results.runs[0].wire_bytes_per_step = {}
+    results.write(tmp_path)
+    with pytest.raises(ValueError, match=r"results.json is damaged: .*ddp\(\) lacks counted, kernel, predicted"):
+        records.read(tmp_path)
+    (tmp_path / "results.json").write_bytes(b'{"version": 1, "task": "\xff"}')
+    with pytest.raises(ValueError, match=r"results.json is damaged: .*utf-8"):
+        records.read(tmp_path)

@@ -1,0 +1,49 @@
+"""A comparison in numbers and words: made-up records in, sentences out."""
+
+import pytest
+
+from laconic.report.summary import rows
+from laconic.report.terminal import loss
+from laconic.report.words import verdict
+from tests.lab.made import result
+
+
+def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.01, 50, 500), ("b()", 1.5, 10, 10), ("silent()", 2.0, 40, 0))
+    words = verdict(results)
+    assert "Take a()" in words
+    assert "+1.0%" in words
+    assert "0.5 of its bytes" in words
+    assert "2 times its speed, 80% of the rate" in words
+    assert "digits, 2 workers, link 100mbit, 1 seed, 2 cores" in words
+
+
+def test_the_verdict_says_when_none_is() -> None:
+    assert "No strategy came within 2 %" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
+    assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
+
+
+def test_seconds_to_the_loss_of_ddp() -> None:
+    table = {row.strategy: row for row in rows(result(("ddp()", 1.0, 100, 1000), ("a()", 0.5, 50, 500), ("b()", 2.0, 10, 10)))}
+    assert table["a()"].to_base_loss == pytest.approx(0.5 + 0.5 * 1.999 / 2.5)
+    assert table["b()"].to_base_loss is None
+
+
+def test_a_run_that_diverged_is_named_and_never_taken() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10), ("b()", 1.0, 50, 500), ("silent()", 2.0, 40, 0))
+    assert "Take b()" in verdict(results)
+    assert [loss(row) for row in rows(results)] == ["1.0000", "diverged", "1.0000", "2.0000"]
+    words = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10)))
+    assert "No strategy came within 2 %" in words
+    assert "all of them diverged" in words
+    near = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
+    assert "the nearest is b() with 1.5" in near
+    itself = verdict(result(("ddp()", None, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
+    assert "ddp() itself diverged: there is no loss to compare with. Not so: b()." in itself
+
+
+def test_of_several_seeds_one_that_diverged_is_enough() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 10, 10), ("a()", None, 10, 10))
+    results.runs[2].seed = 1
+    assert [loss(row) for row in rows(results)] == ["1.0000", "diverged (1 of 2)"]
+    assert "all of them diverged" in verdict(results)
