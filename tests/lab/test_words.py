@@ -3,7 +3,7 @@
 import pytest
 
 from laconic.report.summary import rows
-from laconic.report.terminal import loss
+from laconic.report.terminal import cells, loss, reached
 from laconic.report.words import verdict
 from tests.lab.made import result
 
@@ -19,7 +19,7 @@ def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
 
 
 def test_the_verdict_says_when_none_is() -> None:
-    assert "No strategy came within 2 %" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
+    assert "No strategy came within 2%" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
     assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
 
 
@@ -34,7 +34,7 @@ def test_a_run_that_diverged_is_named_and_never_taken() -> None:
     assert "Take b()" in verdict(results)
     assert [loss(row) for row in rows(results)] == ["1.0000", "diverged", "1.0000", "2.0000"]
     words = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10)))
-    assert "No strategy came within 2 %" in words
+    assert "No strategy came within 2%" in words
     assert "all of them diverged" in words
     near = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
     assert "the nearest is b() with 1.5" in near
@@ -47,3 +47,19 @@ def test_of_several_seeds_one_that_diverged_is_enough() -> None:
     results.runs[2].seed = 1
     assert [loss(row) for row in rows(results)] == ["1.0000", "diverged (1 of 2)"]
     assert "all of them diverged" in verdict(results)
+
+
+@pytest.mark.parametrize("base", [0.0, -5.0])
+def test_a_loss_of_ddp_that_is_not_above_zero(base: float) -> None:
+    results = result(("ddp()", base, 100, 1000), ("a()", base, 50, 500), ("b()", base + 1, 10, 10), ("silent()", 9.0, 9, 0))
+    assert f"Take a(): a loss of {base:.4f} against ddp()'s" in verdict(results)
+    assert [cells(row, results)[2] for row in rows(results)] == ["-"] * 4
+    assert [reached(row) for row in rows(results)] == ["1.0 s", "1.0 s", "never", "never"]
+
+
+def test_each_seed_is_measured_against_ddp_with_the_same_seed() -> None:
+    runs = [("ddp()", 1.0), ("a()", 1.0), ("b()", 1.5), ("ddp()", 2.0), ("a()", 2.0), ("b()", 1.5)]
+    results = result(*((name, loss_, 100.0, 10.0) for name, loss_ in runs))
+    for place, run in enumerate(results.runs):
+        run.seed = place // 3
+    assert [reached(row) for row in rows(results)] == ["1.0 s", "1.0 s", "0.8 s (1 of 2)"]

@@ -19,7 +19,7 @@ class Row:
     seeds: int
     diverged: int  # so many of the seeds
     loss: float | None  # None: of a seed at least it is no finite number
-    loss_ratio: float | None  # against ddp
+    loss_ratio: float | None  # against ddp; None: that has none above 0, where a ratio says something
     bytes_per_step: float
     predicted: float | None
     kernel: float | None
@@ -28,7 +28,8 @@ class Row:
     spread: float | None  # of the step time over seeds, as a share
     speed: float | None  # against ddp
     share: float | None  # of the rate without communication
-    to_base_loss: float | None  # seconds until ddp's final loss; None: never
+    to_base_loss: float | None  # seconds until the final loss of ddp with the same seed, of the seeds that reached it
+    reached: int  # so many of the seeds
     wait_ms: float | None
 
 
@@ -38,20 +39,22 @@ def rows(results: Results) -> list[Row]:
     for run in results.runs:
         by_strategy.setdefault(run.strategy, []).append(run)
     base, limit = by_strategy.get(BASE), by_strategy.get(LIMIT)
+    targets = {run.seed: run.val_loss for run in base or () if run.val_loss is not None}
     base_loss = _known([run.val_loss for run in base]) if base else None
     base_ms = _mean([run.step_ms for run in base]) if base else None
     limit_ms = _mean([run.step_ms for run in limit]) if limit else None
     found = []
     for strategy, runs in sorted(by_strategy.items(), key=lambda item: (item[0] != BASE, item[0] == LIMIT)):
         step_ms, loss = _mean([run.step_ms for run in runs]), _known([run.val_loss for run in runs])
-        times = [None if base_loss is None else seconds_to(_points(run), base_loss * (1 + NEAR)) for run in runs]
+        times = [seconds_to(_points(run), above(targets[run.seed], NEAR)) for run in runs if run.seed in targets]
+        reached = [seconds for seconds in times if seconds is not None]
         found.append(
             Row(
                 strategy,
                 len(runs),
                 sum(run.val_loss is None for run in runs),
                 loss,
-                loss / base_loss if base_loss and loss is not None else None,
+                loss / base_loss if base_loss and base_loss > 0 and loss is not None else None,
                 _mean([run.wire_bytes_per_step["counted"] or 0.0 for run in runs]),
                 _known([run.wire_bytes_per_step["predicted"] for run in runs]),
                 _known([run.wire_bytes_per_step["kernel"] for run in runs]),
@@ -60,11 +63,21 @@ def rows(results: Results) -> list[Row]:
                 statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
                 base_ms / step_ms if base_ms else None,
                 limit_ms / step_ms if limit_ms else None,
-                _known(times),
+                _mean(reached) if reached else None,
+                len(reached),
                 _known([run.wait_ms for run in runs]),
             )
         )
     return found
+
+
+def above(loss: float, share: float) -> float:
+    """A loss that is worse by a share, whatever its sign.
+
+    >>> above(2.0, 0.5), above(-2.0, 0.5)
+    (3.0, -1.0)
+    """
+    return loss + share * abs(loss)
 
 
 def labels(results: Results) -> dict[str, str]:

@@ -12,7 +12,7 @@ LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. Bytes: what one "
     "worker must put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
     "step: timed steps, no warm-up. speed: against ddp(). limit: share of the step rate of silent(), which never "
-    "communicates. to ddp loss: seconds until ddp()'s final loss, to 0.1 %."
+    "communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
 )
 ON_THE_LINK = " on the link: PREDICTED, not measured, from the step without a limit and the bytes."
 
@@ -40,14 +40,14 @@ def cells(row: Row, results: Results) -> list[str]:
     found = [
         row.strategy,
         loss(row),
-        f"{row.loss_ratio:.3f}" if row.loss_ratio else "",
+        f"{row.loss_ratio:.3f}" if row.loss_ratio is not None else "-",
         human(row.bytes_per_step),
         human(row.predicted),
         human(row.kernel),
         f"{row.step_ms:.1f} ms",
         f"{row.speed:.2f}x" if row.speed else "",
         f"{row.share:.0%}" if row.share else "",
-        f"{row.to_base_loss:.1f} s" if row.to_base_loss is not None else "never",
+        reached(row),
     ]
     return [*found, f"{row.predicted_ms:.1f} ms" if row.predicted_ms is not None else ""] if results.link_note else found
 
@@ -57,6 +57,13 @@ def loss(row: Row) -> str:
     if row.loss is not None:
         return f"{row.loss:.4f}"
     return f"diverged ({row.diverged} of {row.seeds})" if row.seeds > 1 else "diverged"
+
+
+def reached(row: Row) -> str:
+    """When it came to ddp's loss, and with how many of the seeds, if not with all."""
+    if row.to_base_loss is None:
+        return "never"
+    return f"{row.to_base_loss:.1f} s" + (f" ({row.reached} of {row.seeds})" if row.reached < row.seeds else "")
 
 
 def legend(results: Results) -> str:

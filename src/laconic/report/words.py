@@ -3,7 +3,9 @@
 import statistics
 
 from laconic.report.records import Results
-from laconic.report.summary import BASE, LIMIT, Row, interval_ms, rows
+from laconic.report.summary import BASE, LIMIT, Row, above, interval_ms, rows
+
+GOOD = 0.02  # a loss that is worse than ddp's by no more than this share is as good
 
 
 def verdict(results: Results) -> str:
@@ -26,19 +28,24 @@ def _choice(base: Row, others: list[Row]) -> str:
     if base.loss is None:
         rest = f"Not so: {', '.join(row.strategy for row in sane)}." if sane else "So did all others."
         return f"{BASE} itself diverged{_of_seeds(base)}: there is no loss to compare with. {rest}"
-    good = [row for row in sane if row.loss is not None and row.loss <= 1.02 * base.loss]
+    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, GOOD)]
     if not good:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
-        return f"No strategy came within 2 % of {BASE}'s loss of {base.loss:.4f}; {rest}."
+        return f"No strategy came within {GOOD:.0%} of {BASE}'s loss of {base.loss:.4f}; {rest}."
     best = min(good, key=lambda row: row.step_ms)
     assert best.loss is not None
     share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
     return (
-        f"Take {best.strategy}: a loss {round(best.loss / base.loss - 1, 3) + 0.0:+.1%} against {BASE}'s, at "
+        f"Take {best.strategy}: a loss {_against(best.loss, base.loss)} against {BASE}'s, at "
         f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
         f"speed{share}."
     )
+
+
+def _against(loss: float, base: float) -> str:
+    """The difference as a share, where that says something."""
+    return f"{round(loss / base - 1, 3) + 0.0:+.1%}" if base > 0 else f"of {loss:.4f}"
 
 
 def _of_seeds(row: Row) -> str:
