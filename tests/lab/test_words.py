@@ -2,6 +2,7 @@
 
 import pytest
 
+from laconic.report.charts import figures
 from laconic.report.summary import rows
 from laconic.report.terminal import cells, loss, reached
 from laconic.report.words import verdict
@@ -63,3 +64,47 @@ def test_each_seed_is_measured_against_ddp_with_the_same_seed() -> None:
     for place, run in enumerate(results.runs):
         run.seed = place // 3
     assert [reached(row) for row in rows(results)] == ["1.0 s", "1.0 s", "0.8 s (1 of 2)"]
+
+
+def test_what_is_slower_than_ddp_is_not_recommended() -> None:
+    words = verdict(result(("ddp()", 1.0, 65, 1000), ("int8()", 1.0, 100, 250), ("silent()", 2.0, 40, 0)))
+    assert "Stay with ddp()" in words
+    assert "The fastest of them is int8(): a loss +0.0% against ddp()'s, at 0.25 of its bytes and 0.65 times its speed" in words
+    assert "Take" not in words
+
+
+def test_faster_by_less_than_the_noise_is_not_faster() -> None:
+    def noisy(ms: float) -> str:
+        results = result(*[(name, 1.0, time, 10.0) for name in ("ddp()", "a()") for time in (90.0, 100.0, 110.0)])
+        for place, run in enumerate(results.runs):
+            run.seed = place % 3
+            run.step_ms *= ms / 100 if run.strategy == "a()" else 1
+        return verdict(results)
+
+    assert "is faster by more than the noise, 16%" in noisy(90)
+    assert "Take a()" in noisy(80)
+    assert "Stay with ddp()" in verdict(result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 99, 500)))
+
+
+def test_a_run_in_which_talking_made_no_difference_says_so() -> None:
+    words = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("silent()", 1.01, 40, 0)))
+    assert "The losses tell nothing apart: silent()" in words
+    assert "By speed alone: Take a()" in words
+
+
+def test_where_the_link_could_not_be_had_the_predicted_step_decides() -> None:
+    results = result(("ddp()", 1.0, 10, 1000), ("a()", 1.0, 12, 500), ("b()", 1.0, 9, 900), ("silent()", 2.0, 8, 0))
+    results.link_note = "no namespaces"
+    for run, ms in zip(results.runs, (100.0, 40.0, 91.0, 8.0), strict=True):
+        run.predicted_step_ms = ms
+    words = verdict(results)
+    assert "Take a()" in words
+    assert "2.5 times its speed, 20% of the rate" in words
+    assert "Speeds are PREDICTED for that link" in words
+    ddp, a, *_ = rows(results)
+    assert (ddp.speed, a.speed, a.share) == (1.0, 2.5, 0.2)
+    assert (ddp.to_base_loss, a.to_base_loss) == pytest.approx((10.0, 40 / 12), rel=0.001)
+    charts = figures(results)
+    assert charts["Loss against seconds"]["data"][0]["x"] == [5.0, 10.0, None]
+    assert "PREDICTED" in charts["Loss against seconds"]["layout"]["xaxis"]["title"]["text"]
+    assert "of the last 2 steps, without a limit" in charts["Where the time goes"]["layout"]["xaxis"]["title"]["text"]

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from laconic.report.records import Record, Results
-from laconic.report.summary import BASE, LIMIT, labels, rows
+from laconic.report.summary import BASE, LIMIT, labels, rows, stretch
 from laconic.report.terminal import human
 
 # Colours that people with colour-blindness can tell apart (Okabe and Ito); grey is for what others are measured by.
@@ -18,8 +18,9 @@ Figure = dict[str, Any]
 
 def figures(results: Results) -> dict[str, Figure]:
     """By heading."""
+    predicted = ", PREDICTED for the link" if results.link_note else ""
     return {
-        "Loss against seconds": loss_over(results, 1, "seconds of training"),
+        "Loss against seconds": loss_over(results, 1, f"seconds of training{predicted}"),
         "Loss against bytes": loss_over(results, 2, "bytes that one worker put on the cable", log=True),
         "Bytes a step": bytes_per_step(results),
         "Where the time goes": timeline(results),
@@ -32,7 +33,9 @@ def loss_over(results: Results, column: int, title: str, *, log: bool = False) -
     for strategy, runs in _by_strategy(results).items():
         points: list[tuple[float | None, float | None]] = []
         for run in runs:
-            points += [(row[column], row[3]) for row in run.curve if (row[column] or 0.0) > 0 or not log]
+            unit = stretch(run) if column == 1 else 1.0
+            looks = [(unit * x, y) for x, y in ((row[column], row[3]) for row in run.curve) if x is not None]
+            points += [(x, y) for x, y in looks if x > 0 or not log]
             points.append((None, None))  # lifts the pen between seeds
         if not any(x is not None for x, _ in points):
             continue
@@ -76,6 +79,7 @@ def bytes_per_step(results: Results) -> Figure:
 def timeline(results: Results) -> Figure:
     """The last steps of each strategy's first run, one after the other: computing in full colour, waiting pale."""
     traces = []
+    shown = max((len(run.pace[-TIMELINE_STEPS:]) for run in results.runs), default=0)
     for strategy, (run, *_) in _by_strategy(results).items():
         start, last = 0.0, run.pace[-TIMELINE_STEPS:]
         parts: dict[str, list[tuple[float, float]]] = {"computing": [], "waiting": []}
@@ -98,7 +102,8 @@ def timeline(results: Results) -> Figure:
                     "hovertemplate": f"{part} %{{x:.3f}} s<extra>{html.escape(strategy)}</extra>",
                 }
             )
-    axis = {"title": {"text": f"seconds, of the last {TIMELINE_STEPS} steps"}, "automargin": True}
+    unlimited = ", without a limit" if results.link_note else ""
+    axis = {"title": {"text": f"seconds, of the last {shown} steps{unlimited}"}, "automargin": True}
     return {"data": traces, "layout": layout(xaxis=axis, yaxis=_names(), barmode="overlay")}
 
 

@@ -121,6 +121,7 @@ def _lines(records: list[RankRecord], y: str, x: str, points: Callable[[RankReco
 
 def _timeline(records: list[RankRecord]) -> Figure:
     traces = []
+    shown = max(len(record.steps[-TIMELINE_STEPS:]) for record in records)
     for place, record in enumerate(records):
         spans: dict[str, list[tuple[float, float]]] = {"computing": [], "waiting": []}
         start = 0.0
@@ -144,7 +145,7 @@ def _timeline(records: list[RankRecord]) -> Figure:
                 }
             )
     axes = {
-        "xaxis": _axis(f"seconds, of the last {TIMELINE_STEPS} steps"),
+        "xaxis": _axis(f"seconds, of the last {shown} steps"),
         "yaxis": {"autorange": "reversed", "automargin": True},
     }
     return {"data": traces, "layout": layout(**axes, barmode="overlay")}

@@ -1,5 +1,6 @@
 """A comparison in numbers."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,11 +27,17 @@ class Row:
     step_ms: float
     predicted_ms: float | None  # over the link that could not be had
     spread: float | None  # of the step time over seeds, as a share
-    speed: float | None  # against ddp
+    noise: float  # standard error of the step time, as a share; 0 where nothing is known of it
+    speed: float | None  # against ddp, as `share` over the link: predicted, where it could not be had
     share: float | None  # of the rate without communication
     to_base_loss: float | None  # seconds until the final loss of ddp with the same seed, of the seeds that reached it
     reached: int  # so many of the seeds
     wait_ms: float | None
+
+    @property
+    def link_ms(self) -> float:
+        """A step over the link that was asked for: measured, or predicted where it could not be had."""
+        return self.step_ms if self.predicted_ms is None else self.predicted_ms
 
 
 def rows(results: Results) -> list[Row]:
@@ -41,11 +48,10 @@ def rows(results: Results) -> list[Row]:
     base, limit = by_strategy.get(BASE), by_strategy.get(LIMIT)
     targets = {run.seed: run.val_loss for run in base or () if run.val_loss is not None}
     base_loss = _known([run.val_loss for run in base]) if base else None
-    base_ms = _mean([run.step_ms for run in base]) if base else None
-    limit_ms = _mean([run.step_ms for run in limit]) if limit else None
+    base_ms, limit_ms = (_link_ms(runs) if runs else None for runs in (base, limit))
     found = []
     for strategy, runs in sorted(by_strategy.items(), key=lambda item: (item[0] != BASE, item[0] == LIMIT)):
-        step_ms, loss = _mean([run.step_ms for run in runs]), _known([run.val_loss for run in runs])
+        step_ms, link_ms, loss = _mean([run.step_ms for run in runs]), _link_ms(runs), _known([run.val_loss for run in runs])
         times = [seconds_to(_points(run), above(targets[run.seed], NEAR)) for run in runs if run.seed in targets]
         reached = [seconds for seconds in times if seconds is not None]
         found.append(
@@ -61,8 +67,9 @@ def rows(results: Results) -> list[Row]:
                 step_ms,
                 _known([run.predicted_step_ms for run in runs]),
                 statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
-                base_ms / step_ms if base_ms else None,
-                limit_ms / step_ms if limit_ms else None,
+                _noise(runs),
+                base_ms / link_ms if base_ms else None,
+                limit_ms / link_ms if limit_ms else None,
                 _mean(reached) if reached else None,
                 len(reached),
                 _known([run.wait_ms for run in runs]),
@@ -85,6 +92,11 @@ def labels(results: Results) -> dict[str, str]:
     texts = list(dict.fromkeys(run.strategy for run in results.runs))
     names = [text.split("(")[0] for text in texts]
     return {text: name if names.count(name) == 1 else text for text, name in zip(texts, names, strict=True)}
+
+
+def stretch(run: Record) -> float:
+    """How much longer the run would have taken over the link that was asked for, where it could not be had."""
+    return 1.0 if run.predicted_step_ms is None else run.predicted_step_ms / run.step_ms
 
 
 def interval_ms(run: Record) -> list[float]:
@@ -110,8 +122,19 @@ def seconds_to(points: Sequence[tuple[float, float]], loss: float) -> float | No
 
 
 def _points(run: Record) -> list[tuple[float, float]]:
-    """Seconds and loss at each look, without those at which the loss was no number."""
-    return [(seconds, loss) for _, seconds, _, loss in run.curve if seconds is not None and loss is not None]
+    """Seconds over the link and loss at each look, without those at which the loss was no number."""
+    looks = [(seconds, loss) for _, seconds, _, loss in run.curve if seconds is not None and loss is not None]
+    return [(stretch(run) * seconds, loss) for seconds, loss in looks]
+
+
+def _link_ms(runs: list[Record]) -> float:
+    return _mean([stretch(run) * run.step_ms for run in runs])
+
+
+def _noise(runs: list[Record]) -> float:
+    """Over seeds, or, with one, over the times from look to look."""
+    times = [run.step_ms for run in runs] if len(runs) > 1 else interval_ms(runs[0])
+    return statistics.stdev(times) / statistics.mean(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
 
 
 def _mean(values: list[float]) -> float:

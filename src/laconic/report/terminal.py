@@ -14,7 +14,10 @@ LEGEND = (
     "step: timed steps, no warm-up. speed: against ddp(). limit: share of the step rate of silent(), which never "
     "communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
 )
-ON_THE_LINK = " on the link: PREDICTED, not measured, from the step without a limit and the bytes."
+ON_THE_LINK = (
+    " on the link: PREDICTED, not measured, from the step without a limit and the bytes; and so are speed, limit and to ddp "
+    "loss, which follow from it."
+)
 
 
 def show(results: Results, console: Console) -> None:

@@ -1,29 +1,32 @@
 """A comparison in words: what to take, and what that rests on."""
 
+import math
 import statistics
 
 from laconic.report.records import Results
 from laconic.report.summary import BASE, LIMIT, Row, above, interval_ms, rows
 
 GOOD = 0.02  # a loss that is worse than ddp's by no more than this share is as good
+NOTHING = 0.02  # a difference between two step times that is no more than this share is none
 
 
 def verdict(results: Results) -> str:
     """One paragraph: which to take, and what it rests on."""
-    table = rows(results)
-    base = next((row for row in table if row.strategy == BASE), None)
-    others = [row for row in table if row.strategy not in (BASE, LIMIT)]
-    if base is None or not others:
+    table = {row.strategy: row for row in rows(results)}
+    others = [row for name, row in table.items() if name not in (BASE, LIMIT)]
+    if BASE not in table or not others:
         return f"Without {BASE} and another strategy there is nothing to compare."
+    base = table[BASE]
     measured = (
         f"{results.task}, {results.workers} workers, link {results.link}"
         f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
         f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
     )
-    return f"{_choice(base, others)} Measured on {measured}."
+    predicted = " Speeds are PREDICTED for that link." if results.link_note else ""
+    return f"{_choice(base, others, table.get(LIMIT))} Measured on {measured}.{predicted}"
 
 
-def _choice(base: Row, others: list[Row]) -> str:
+def _choice(base: Row, others: list[Row], limit: Row | None) -> str:
     sane = [row for row in others if row.loss is not None]
     if base.loss is None:
         rest = f"Not so: {', '.join(row.strategy for row in sane)}." if sane else "So did all others."
@@ -33,14 +36,31 @@ def _choice(base: Row, others: list[Row]) -> str:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
         return f"No strategy came within {GOOD:.0%} of {BASE}'s loss of {base.loss:.4f}; {rest}."
-    best = min(good, key=lambda row: row.step_ms)
-    assert best.loss is not None
+    best = min(good, key=lambda row: row.link_ms)
     share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
-    return (
-        f"Take {best.strategy}: a loss {_against(best.loss, base.loss)} against {BASE}'s, at "
-        f"{best.bytes_per_step / base.bytes_per_step:.2g} of its bytes and {base.step_ms / best.step_ms:.2g} times its "
-        f"speed{share}."
+    assert best.loss is not None
+    facts = (
+        f"a loss {_against(best.loss, base.loss)} against {BASE}'s, at {_part(best.bytes_per_step, base.bytes_per_step)} of "
+        f"its bytes and {base.link_ms / best.link_ms:.2g} times its speed{share}."
     )
+    least = max(NOTHING, 2 * math.hypot(best.noise, base.noise))
+    if best.link_ms < (1 - least) * base.link_ms:
+        advice = f"Take {best.strategy}: {facts}"
+    else:
+        advice = (
+            f"Stay with {BASE}: none that comes within {GOOD:.0%} of its loss is faster by more than the noise, {least:.0%}. "
+            f"The fastest of them is {best.strategy}: {facts}"
+        )
+    if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, GOOD):
+        return (
+            f"The losses tell nothing apart: {LIMIT}, whose replicas never talk, ended within {GOOD:.0%} of {BASE}, too, so "
+            f"this was too short; give more --steps. By speed alone: {advice}"
+        )
+    return advice
+
+
+def _part(part: float, whole: float) -> str:
+    return f"{part / whole:.2g}" if whole else "all"
 
 
 def _against(loss: float, base: float) -> str:
