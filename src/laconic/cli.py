@@ -34,7 +34,7 @@ def compare(
         str, typer.Argument(help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)")
     ] = "bytes-gpt:500k",
     strategy: Annotated[list[str] | None, typer.Option("-s", "--strategy", help="a strategy; give it several times")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="processes, each behind a link of its own")] = 4,
+    workers: Annotated[int, typer.Option(help="processes, 2 at least, each behind a link of its own")] = 4,
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
     steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 150,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from laconic.cli import app
-from laconic.lab.compare import predicted_ms
+from laconic.lab.compare import Comparison, _record, predicted_ms
 from laconic.lab.cost import FACTORS
 from laconic.lab.link import Link
 from laconic.report.live import Board
@@ -46,6 +47,7 @@ def test_a_comparison_and_its_record(tmp_path: Path) -> None:
         bytes_ = run["wire_bytes_per_step"]
         assert bytes_["counted"] == pytest.approx(bytes_["predicted"], rel=0.01), run["strategy"]
         assert len(run["curve"]) >= 5
+        assert run["wait_ms"] <= run["step_ms"]
         assert run["curve"][-1][0] == 20
     assert by["bf16()"]["wire_bytes_per_step"]["counted"] == pytest.approx(
         by["ddp()"]["wire_bytes_per_step"]["counted"] / 2, rel=0.01
@@ -83,6 +85,8 @@ def test_the_same_seed_gives_the_same_losses(tmp_path: Path) -> None:
         (["-s", "dilco()"], "diloco"),
         (["-s", "diloco(period=0)"], "period"),
         (["digit"], "did you mean digits"),
+        (["--workers", "1"], "--workers must be at least 2, got 1"),
+        (["--link", "0.5kbit"], "a link has a rate from 10kbit to 34gbit"),
     ],
 )
 def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -116,7 +120,7 @@ def test_a_worker_that_dies(tmp_path: Path) -> None:
     )
     done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "2", "--link", "none", "--steps", "10", folder=tmp_path)
     assert done.exit_code == 1
-    assert "worker" in done.stderr
+    assert "worker 1 was killed by SIGKILL" in done.stderr
     assert not (tmp_path / "laconic-compare").exists()
 
 
@@ -139,13 +143,30 @@ def test_without_a_link_the_time_is_predicted_and_says_so(tmp_path: Path) -> Non
 
 
 def test_what_is_in_the_air_is_hidden_by_the_cost_model() -> None:
-    sent = {"AllToAll": 1e6}
-    apart = predicted_ms("diloco(8)", 100.0, sent, Link(100_000_000))
-    assert apart == pytest.approx(100 + FACTORS["AllToAll"] * 80)
-    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 100.0, sent, Link(100_000_000)) == pytest.approx(
-        FACTORS["AllToAll"] * 80
-    )
-    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 200.0, sent, Link(100_000_000)) == 200
+    assert predicted_ms("diloco(8)", 100.0, 120.0) == 220
+    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 100.0, 120.0) == 120
+    assert predicted_ms("streaming_diloco(8, fragments=2, delay=2)", 200.0, 120.0) == 200
+
+
+def told(**end: Any) -> dict[str, list[dict[str, Any]]]:
+    """What workers would tell of 10 steps, of which 5 were timed."""
+    look = {"step": 10, "seconds": 0.5, "timed": 5, "loss": float("nan"), "bytes": 1e7, "kernel": None}
+    ended = {"wait_seconds": 0.4, "predicted": 1e7, "wire_bytes": {"AllReduce": 1e6}, "collectives": {"AllReduce": 2.0}}
+    return {"look": [look], "pace": [], "end": [{**ended, **end}]}
+
+
+def test_waiting_is_of_the_timed_steps_as_the_step_is() -> None:
+    made = _record(Comparison("digits", ["ddp()"], steps=10), "ddp()", 0, told(), limited=True)
+    assert (made.step_ms, made.wait_ms) == (100, 80)
+    assert made.val_loss is None, "it was no number"
+
+
+def test_the_predicted_step_has_the_links_delay() -> None:
+    comparison = Comparison("digits", ["ddp()"], 4, Link(100_000_000, 0.02), steps=10)
+    made = _record(comparison, "ddp()", 0, told(), limited=False)
+    assert made.predicted_step_ms == pytest.approx(100 + FACTORS["AllReduce"] * 80 + 2 * 6 * 20)
+    gathers = _record(comparison, "ddp()", 0, told(collectives={"AllGather": 1, "AllToAll": 1}), limited=False)
+    assert gathers.predicted_step_ms == pytest.approx(100 + FACTORS["AllReduce"] * 80 + (3 + 1) * 20)
 
 
 def left_over(mark: str) -> list[str]:

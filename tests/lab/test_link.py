@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from laconic.lab.link import Link, parse, refusal, start
+from laconic.lab.link import FASTEST, SLOWEST, Link, parse, refusal, start
 
 LIMITED = Link(20_000_000)
 missing = refusal(LIMITED)
@@ -34,6 +34,17 @@ def test_a_link_as_text(text: str, link: Link) -> None:
 def test_what_is_no_link_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"a link is a rate with its unit.*got " + repr(text)):
         parse(text)
+
+
+@pytest.mark.parametrize("text", ["0.5kbit", "0.0001kbit", "99999gbit", "34.5gbit", "10mbit:20000ms"])
+def test_what_the_kernel_has_no_room_for_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"a rate from 10kbit to 34gbit, and a delay of up to 10000ms; got {text!r}"):
+        parse(text)
+
+
+@needs_link
+def test_the_slowest_and_the_fastest_can_be_had() -> None:
+    assert [refusal(parse(text)) for text in (SLOWEST, FASTEST)] == [None, None]
 
 
 def test_a_delay_is_had_or_refused_in_one_line() -> None:
@@ -71,7 +82,7 @@ def test_a_limit_is_a_limit_and_the_kernel_counts() -> None:
     assert code == 0, output
     words = dict(line.split() for line in output.splitlines())
     assert words["got"] == "4000000"
-    # 4 MB at 20 Mbit/s are 1.6 s, less a burst of 256 KB at each end; a busy machine is slower, never faster.
+    # 4 MB at 20 Mbit/s are 1.6 s, less a burst of 64 KB at each end; a busy machine is slower, never faster.
     assert float(words["seconds"]) > 1.2
     assert 4_000_000 < int(words["kernel"]) < 4_400_000
 
@@ -105,6 +116,15 @@ def test_one_that_fails_ends_the_others(link: Link) -> None:
     _, code = run("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(50)", 3, link)
     assert code == 7
     assert time.monotonic() - start_ < 30
+
+
+def test_one_that_is_killed_is_named_though_others_fail_first() -> None:
+    code = (
+        "import os, sys, time; rank = os.environ['RANK']; rank == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(5)"
+    )
+    output, code_ = run(code, 2, Link())
+    assert "worker 1 was killed by SIGKILL\n" in output
+    assert code_ == 137
 
 
 def with_mark(mark: str) -> list[str]:

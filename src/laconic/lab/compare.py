@@ -9,17 +9,19 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import laconic
-from laconic.lab.cost import step_seconds, wire_seconds
-from laconic.lab.link import Link, refusal, start
+from laconic.lab.cost import delay_seconds, step_seconds, wire_seconds
+from laconic.lab.link import KILLED, Link, refusal, start
 from laconic.lab.worker import WORD
 from laconic.report import records
 from laconic.report.live import Board
 from laconic.report.records import Record, Results
 
 LOOKS, WARMUP = 8, 5
+QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is in the air any more
 
 
 class WorkerError(RuntimeError):
@@ -36,6 +38,10 @@ class Comparison:
     link: Link = Link()
     steps: int = 200
     seeds: Sequence[int] = (0,)
+
+    def __post_init__(self) -> None:
+        if self.workers < 2:
+            raise ValueError(f"--workers must be at least 2, got {self.workers}: one alone has nobody to talk to")
 
     def jobs(self) -> Iterator[tuple[str, int]]:
         """Seed by seed, so that a slow hour of the machine hits all strategies alike."""
@@ -94,11 +100,17 @@ def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Resu
     """Have the workers train, one job after the other; a record each. The board hears how it goes."""
     if not jobs:
         return
-    common = {"task": comparison.task, "steps": comparison.steps, "looks": LOOKS, "warmup": WARMUP}
-    orders = [{**common, "strategy": strategy, "seed": seed} for strategy, seed in jobs]
-    environment = {**os.environ, "LACONIC_JOBS": json.dumps(orders), "PYTHONUNBUFFERED": "1"}
     link = Link() if results.link_note else comparison.link
-    process = start([sys.executable, "-m", "laconic.lab.worker"], comparison.workers, link, environment)
+    common = {"task": comparison.task, "steps": comparison.steps, "looks": LOOKS, "warmup": WARMUP}
+    orders = [
+        {**common, "strategy": strategy, "seed": seed, "settle_seconds": settle_seconds(strategy, link)}
+        for strategy, seed in jobs
+    ]
+    with TemporaryFile() as file:  # without a name, and so it goes with its last reader
+        file.write(json.dumps(orders).encode())
+        file.flush()
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        process = start([sys.executable, "-m", "laconic.lab.worker"], comparison.workers, link, environment, file)
     assert process.stdout is not None
     try:
         for strategy, seed in jobs:
@@ -135,7 +147,9 @@ def _record(
 ) -> Record:
     last, (end,) = told["look"][-1], told["end"]
     step_ms = last["seconds"] / last["timed"] * 1e3
-    wait = None if end["wait_seconds"] is None else end["wait_seconds"] / comparison.steps * 1e3
+    wait = None if end["wait_seconds"] is None else end["wait_seconds"] / last["timed"] * 1e3
+    wire = wire_seconds(end["wire_bytes"], comparison.link)
+    wire += delay_seconds(end["collectives"], comparison.workers, comparison.link)
     bytes_per_step = {
         "counted": last["bytes"] / comparison.steps,
         "predicted": end["predicted"] / comparison.steps,
@@ -148,7 +162,7 @@ def _record(
         val_loss=records.finite(last["loss"]),
         seconds=last["seconds"],
         step_ms=step_ms,
-        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, end["kinds"], comparison.link),
+        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, wire * 1e3),
         wire_bytes_per_step=bytes_per_step,
         wait_ms=wait,
         curve=[[look["step"], look["seconds"], look["bytes"], records.finite(look["loss"])] for look in told["look"]],
@@ -156,16 +170,27 @@ def _record(
     )
 
 
-def predicted_ms(strategy: str, step_ms: float, wire_bytes: Mapping[str, float], link: Link) -> float:
+def predicted_ms(strategy: str, step_ms: float, wire_ms: float) -> float:
     """What a step that was measured without a limit would take over the link."""
+    return step_seconds(step_ms, wire_ms, in_the_air=_in_the_air(strategy))
+
+
+def settle_seconds(strategy: str, link: Link) -> float:
+    """How long a cable must be silent until nothing is in the air: messages that wait for each other leave gaps."""
+    return QUIET_SECONDS + 2 * link.delay_seconds if _in_the_air(strategy) else 0.0
+
+
+def _in_the_air(strategy: str) -> bool:
     averaging = laconic.strategy(strategy).averaging
-    in_the_air = averaging is not None and averaging.deltas is not None and averaging.deltas.delay > 0
-    return step_seconds(step_ms / 1e3, wire_seconds(wire_bytes, link), in_the_air=in_the_air) * 1e3
+    return averaging is not None and averaging.deltas is not None and averaging.deltas.delay > 0
 
 
 def _explained(strategy: str, errors: list[dict[str, Any]], other: list[str], code: int | None) -> str:
     """The first worker's own error; those of its peers, which only lost a connection, are left out."""
     own = [error for error in errors if "CommunicationError" not in error["text"] and "UnevenError" not in error["text"]]
+    killed = [line.strip() for line in other if KILLED in line]
+    if killed and not own:
+        return f"{strategy}: {', '.join(killed)}"
     if own or errors:
         first = (own or errors)[0]
         return f"{strategy}: worker {first['rank']} failed:\n{first['trace']}"

@@ -19,6 +19,19 @@ def wire_seconds(wire_bytes: Mapping[str, float], link: Link, factors: Mapping[s
     return sum(factors[kind] * count for kind, count in wire_bytes.items()) * 8 / link.bits_per_second
 
 
+def delay_seconds(collectives: Mapping[str, float], workers: int, link: Link) -> float:
+    """What the link's delay adds: once for each message of a collective that waits for the one before.
+
+    An all-reduce among N workers goes round a ring twice, in 2(N-1) messages, an all-gather once, in N-1; in an all-to-all
+    all leave at once. Collectives of a smaller group have fewer, and those of several buckets overlap: it is on the slow side.
+
+    >>> delay_seconds({"AllReduce": 2}, 4, Link(8_000_000, 0.01))
+    0.12
+    """
+    messages = {"AllReduce": 2 * (workers - 1), "AllGather": workers - 1, "AllToAll": 1}
+    return sum(messages[kind] * count for kind, count in collectives.items()) * link.delay_seconds
+
+
 def step_seconds(compute: float, wire: float, *, in_the_air: bool) -> float:
     """Of a step that waits for its exchange, both; of one that leaves it in the air, the longer of the two.
 

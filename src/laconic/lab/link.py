@@ -18,11 +18,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which costs cores; but what fits is not limited:
 SHORTEST_BURST_BYTES, BURST_SECONDS = 64 * 1024, 0.025  # so on a slow link it is as much as passes in that time
+KILLED = "was killed by"
 NETWORK, PORT = "10.77.0", 29500
+SLOWEST, FASTEST, LONGEST_MS = "10kbit", "34gbit", 10_000  # tbf's fields of 32 bits hold 2 kbit to 34.3 gbit
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -54,7 +56,10 @@ def parse(text: str) -> Link:
         raise ValueError(
             f"a link is a rate with its unit, and a delay if you like: 100mbit, 1gbit, 100mbit:20ms, none; got {text!r}"
         )
-    return Link(round(float(found[1]) * UNITS[found[2]]), float(found[3] or 0) / 1e3)
+    bits, delay = round(float(found[1]) * UNITS[found[2]]), float(found[3] or 0)
+    if not 10 * UNITS["kbit"] <= bits <= 34 * UNITS["gbit"] or delay > LONGEST_MS:
+        raise ValueError(f"a link has a rate from {SLOWEST} to {FASTEST}, and a delay of up to {LONGEST_MS}ms; got {text!r}")
+    return Link(bits, delay / 1e3)
 
 
 def refusal(link: Link) -> str | None:
@@ -79,10 +84,12 @@ def refusal(link: Link) -> str | None:
     return f"limited links can't be had here: {lines[-1]}{hint}"
 
 
-def start(command: Sequence[str], hosts: int, link: Link, environment: Mapping[str, str]) -> "subprocess.Popen[str]":
+def start(
+    command: Sequence[str], hosts: int, link: Link, environment: Mapping[str, str], stdin: IO[bytes] | None = None
+) -> "subprocess.Popen[str]":
     """Run a command on so many hosts, with torchrun's variables; ends when all have ended, or one has failed.
 
-    Without a limit they are plain processes of this host.
+    Without a limit they are plain processes of this host. They share `stdin`, and its position.
     """
     plan = json.dumps({"command": list(command), "hosts": hosts, "bits": link.bits_per_second, "delay": link.delay_seconds})
     inner = [sys.executable, "-m", "laconic.lab.link", "hosts", plan]
@@ -90,6 +97,7 @@ def start(command: Sequence[str], hosts: int, link: Link, environment: Mapping[s
     return subprocess.Popen(
         outer,
         env={**environment, "LACONIC_PARENT": str(os.getpid())},
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -211,7 +219,7 @@ def _limit(netlink: Any, index: int, link: Link) -> None:
         "tbf",
         index,
         handle,
-        rate=f"{(link.bits_per_second or 0) // 1000}kbit",
+        rate=f"{link.bits_per_second}bit",
         burst=burst_bytes(link.bits_per_second or 0),
         latency="200ms",
         **parent,
@@ -261,12 +269,20 @@ def _wait(children: "Sequence[subprocess.Popen[bytes]]") -> int:
                     going.remove(child)
                     if code:
                         time.sleep(1)  # the others may have something to say
-                        return code if code > 0 else 128 - code
+                        return _killed(children) or code
             time.sleep(0.05)
         return 0
     finally:
         for child in children:
             child.kill()
+
+
+def _killed(children: "Sequence[subprocess.Popen[bytes]]") -> int:
+    """Name those that a signal ended, who could not say so themselves; the exit code of the first, as a shell has it, or 0."""
+    signals = {rank: -code for rank, child in enumerate(children) if (code := child.poll()) is not None and code < 0}
+    for rank, number in signals.items():
+        os.write(sys.stdout.fileno(), f"\nworker {rank} {KILLED} {signal.Signals(number).name}\n".encode())
+    return 128 + min(signals.items())[1] if signals else 0
 
 
 def main(arguments: Sequence[str]) -> None:

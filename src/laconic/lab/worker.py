@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ import laconic
 from laconic.lab import tasks
 from laconic.lab.link import sent_bytes
 
-TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps the pace is kept
+TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
 WORD = "laconic-lab"  # begins the lines that are meant for the lab
 
 
@@ -38,13 +39,15 @@ def train(job: Mapping[str, Any]) -> None:
     batches = task.batches(rank, world, job["seed"])
     torch.manual_seed(1000 * job["seed"] + rank)
     looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
-    pace: list[tuple[float, float | None]] = []  # of each timed step: its milliseconds, and those of waiting in it
+    pace: deque[tuple[float, float | None]] = deque(maxlen=PACE)  # of each timed step: its seconds, and those of waiting in it
     with laconic.attach(model, optimizer, job["strategy"]) as run:
         seconds, timed, start, ticked, kernel = 0.0, 0, 0.0, time.perf_counter(), sent_bytes()
+        waited_before = run.stats().wait_seconds
         for step in range(1, steps + 1):
             if step == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
                 dist.barrier()
                 start, seconds, timed = time.perf_counter(), 0.0, 0
+                waited_before = run.stats().wait_seconds
             began, waited = time.perf_counter(), run.stats().wait_seconds
             loss: Any = task.loss(model, next(batches))
             loss.backward()
@@ -52,16 +55,15 @@ def train(job: Mapping[str, Any]) -> None:
             optimizer.zero_grad()
             timed += 1
             now_waited, ended = run.stats().wait_seconds, time.perf_counter()
-            if step > job["warmup"] and len(pace) < PACE:
-                wait = None if waited is None or now_waited is None else (now_waited - waited) * 1e3
-                pace.append(((ended - began) * 1e3, wait))
+            if step > job["warmup"]:
+                pace.append((ended - began, _waited(waited, now_waited)))
             if rank == 0 and ended - ticked > TICK_SECONDS:
                 tell({"kind": "tick", "step": step, "bytes": run.stats().wire_bytes})
                 ticked = ended
             if step in looks and step > job["warmup"]:
                 dist.barrier()
                 seconds += time.perf_counter() - start
-                now = sent_bytes()
+                now = _at_rest(job["settle_seconds"])
                 with run.consensus(), torch.no_grad():
                     model.eval()
                     value = task.evaluate(model.module) if rank == 0 else 0.0
@@ -76,20 +78,43 @@ def train(job: Mapping[str, Any]) -> None:
                 dist.barrier()
                 start = time.perf_counter()
         stats = run.stats()
+        ledger = dict(run._engine.ledger.kinds)  # `Stats` has the bytes of each kind, and not how many there were
     if rank == 0:
-        for first in range(0, len(pace), 50):
-            rows = [[round(ms, 2), None if wait is None else round(wait, 2)] for ms, wait in pace[first : first + 50]]
-            tell({"kind": "pace", "rows": rows})
-        kinds = {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()}
-        tell({"kind": "end", "wait_seconds": stats.wait_seconds, "predicted": predicted.wire_bytes, "kinds": kinds})
+        rows = [[round(took * 1e3, 2), None if wait is None else round(wait * 1e3, 2)] for took, wait in pace]
+        for first in range(0, len(rows), 50):
+            tell({"kind": "pace", "rows": rows[first : first + 50]})
+        tell(
+            {
+                "kind": "end",
+                "wait_seconds": _waited(waited_before, stats.wait_seconds),
+                "predicted": predicted.wire_bytes,
+                "wire_bytes": {kind: traffic.wire_bytes / steps for kind, traffic in ledger.items()},
+                "collectives": {kind: traffic.collectives / steps for kind, traffic in ledger.items()},
+            }
+        )
+
+
+def _waited(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _at_rest(quiet_seconds: float) -> int | None:
+    """What the kernel has sent, when that has been all for so long: what is in the air is sent while replicas stand still."""
+    sent = sent_bytes()
+    while sent is not None and quiet_seconds > 0:
+        time.sleep(quiet_seconds)
+        before, sent = sent, sent_bytes()
+        if sent == before:
+            break
+    return sent
 
 
 def main() -> None:
-    """The jobs are in the environment; what goes wrong is told, and ends them all."""
+    """The jobs are on standard input, a file that all workers share; what goes wrong is told, and ends them all."""
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo")
-        for job in json.loads(os.environ["LACONIC_JOBS"]):
+        for job in json.loads(os.pread(0, os.fstat(0).st_size, 0)):
             dist.barrier()
             train(job)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
