@@ -108,7 +108,13 @@ def test_an_error_in_a_users_file_is_shown_once(tmp_path: Path) -> None:
     done = laconic("compare", "mine.py", "-s", "bf16()", "--workers", "3", "--link", "none", "--steps", "10", folder=tmp_path)
     assert done.exit_code == 1
     assert done.stderr.count("NameError: name 'nowhere' is not defined") == 1
+    assert done.stderr.count("Traceback") == 1
     assert "mine.py" in done.stderr
+    assert "worker.py" not in done.stderr, "the lab's own frames tell a user nothing"
+    (tmp_path / "mine.py").write_text("import sys; sys.exit()")
+    gone = laconic("compare", "mine.py", folder=tmp_path)
+    assert gone.exit_code == 1
+    assert gone.stderr.count("SystemExit") == 1
 
 
 @pytest.mark.soak

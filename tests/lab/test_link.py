@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -201,3 +202,12 @@ def test_where_namespaces_are_switched_off_that_is_said() -> None:
     assert "can't be had here" in done.stdout, done.stdout + done.stderr
     assert "max_net_namespaces" in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+def test_orders_of_any_length_reach_every_host() -> None:
+    code = "import os; print(len(os.pread(0, os.fstat(0).st_size, 0)))"
+    with TemporaryFile() as file:
+        file.write(bytes(300_000))  # an environment, or an argument, has 131,072 bytes at most
+        file.flush()
+        process = start([sys.executable, "-c", code], 2, Link(), os.environ, file)
+    assert process.communicate(timeout=60)[0] == "300000\n" * 2

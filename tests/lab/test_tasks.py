@@ -1,5 +1,6 @@
 """What is trained in a comparison."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from laconic.lab import tasks
+from laconic.lab.file_task import TaskError, blame
 from laconic.lab.template import TEMPLATE
 
 
@@ -73,20 +75,68 @@ def test_the_template_is_a_task(tmp_path: Path) -> None:
     assert tasks.load(str(path)).evaluate(model) > 0, "evaluate may be left out"
 
 
+GOOD = (
+    "from torch import nn\ndef optimizer(model): ...\ndef batches(rank, world, seed): ...\ndef loss(model, batch): return 3.0\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("text", "kind", "pattern"),
+    ("text", "pattern"),
     [
-        ("def model(): return 3", ValueError, r"must define optimizer\(model\)"),
-        ("import no_such_thing", ModuleNotFoundError, "no_such_thing"),
-        (
-            "model = optimizer = batches = loss = print",
-            TypeError,
-            r"model\(\) in .* must return a torch.nn.Module, got NoneType",
-        ),
+        ("def model(): return 3", r"must define optimizer\(model\)"),
+        (GOOD + "def model(): pass", r"model\(\) in .*bad.py must return a torch.nn.Module, got NoneType: None"),
+        ("import no_such_thing", "can't be imported:\nTraceback.*line 1.*ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("def f():\n  raise ValueError('boom')\nf()", "Traceback.*line 3, in <module>.*line 2, in f.*ValueError: boom"),
+        ("open('missing.txt')", "Traceback.*FileNotFoundError: .*missing.txt"),
+        ("import sys; sys.exit()", "Traceback.*SystemExit"),
+        ("def (", "bad.py can't be read:.*line 1\n.*SyntaxError: "),
+        ("x = '\udcff'", "bad.py can't be read:.*SyntaxError: .*utf-8"),
     ],
 )
-def test_errors_in_a_users_file(text: str, kind: type[Exception], pattern: str, tmp_path: Path) -> None:
+def test_errors_in_a_users_file(text: str, pattern: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.py"
-    path.write_text(text)
-    with pytest.raises(kind, match=pattern):
+    path.write_text(text, errors="surrogateescape")
+    with pytest.raises(TaskError, match=f"(?s){pattern}") as caught:
         tasks.load(str(path)).model()
+    said = str(caught.value)
+    assert said.count("Traceback") <= 1
+    assert "importlib" not in said
+    assert "laconic/lab" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("", r"loss\(model, batch\) in .*mine.py must return a tensor with one number.*got float: 3.0"),
+        ("import torch\ndef loss(model, batch): return torch.ones(2, 3)", r"got a tensor of shape \(2, 3\)"),
+        ("def loss(model, batch): return None", "got NoneType: None"),
+    ],
+)
+def test_a_loss_that_is_none(text: str, pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{GOOD}def model(): ...\n{text}")
+    with pytest.raises(TaskError, match=pattern):
+        tasks.load(str(tmp_path / "mine.py")).loss(torch.nn.Linear(1, 1), None)
+
+
+def test_an_evaluate_that_gives_no_number(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{GOOD}def model(): ...\ndef evaluate(model): pass")
+    with pytest.raises(TaskError, match=r"evaluate\(model\) in .*mine.py must return a number, got NoneType: None"):
+        tasks.load(str(tmp_path / "mine.py")).evaluate(torch.nn.Linear(1, 1))
+
+
+def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "laconic_neighbour.py").write_text("def model(): ...\n")
+    (tmp_path / "mine.py").write_text(f"{GOOD}from laconic_neighbour import model\n")
+    assert tasks.load(str(tmp_path / "mine.py")).name == "mine.py"
+
+
+def test_blame_begins_with_the_users_frames(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(f"{GOOD}def model():\n  return 1 / 0\n")
+    task = tasks.load(str(tmp_path / "mine.py"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        task.model()
+    lines = blame(caught.value, str(tmp_path.resolve() / "mine.py")).splitlines()
+    assert "mine.py" in lines[1]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+    assert "test_blame" in blame(caught.value, "digits"), "all of it, where no file of the user's has a part in it"

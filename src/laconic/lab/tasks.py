@@ -1,9 +1,5 @@
-"""What is trained in a comparison: built-in tasks, and a user's own."""
+"""What is trained in a comparison: the built-in tasks."""
 
-import importlib.util
-import math
-import re
-import sys
 import sysconfig
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -13,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from laconic.lab.file_task import FileTask
 
 
 class Task(Protocol):
@@ -176,56 +174,3 @@ class Digits:
 
 
 NAMES = [*(f"bytes-gpt:{size}" for size in BytesGPT.SIZES), "digits"]
-
-
-class FileTask:
-    """A user's own: a Python file with `model`, `optimizer`, `batches`, `loss` and, if wanted, `evaluate`."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}; make one with: laconic new-task {path.name}")
-        self.name, self.path = path.name, path
-        spec = importlib.util.spec_from_file_location(f"laconic_task_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}", path)
-        assert spec is not None, "it ends with .py"
-        assert spec.loader is not None
-        self._module: Any = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = self._module
-        spec.loader.exec_module(self._module)
-        for name, arguments in FUNCTIONS.items():
-            if not callable(getattr(self._module, name, None)):
-                raise ValueError(f"{path} must define {name}({arguments})")
-
-    def model(self) -> nn.Module:
-        model = self._module.model()
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model() in {self.path} must return a torch.nn.Module, got {type(model).__name__}")
-        return model
-
-    def optimizer(self, model: nn.Module) -> Optimizer:
-        optimizer = self._module.optimizer(model)
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer(model) in {self.path} must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
-        return optimizer
-
-    def batches(self, rank: int, world: int, seed: int) -> Iterator[Any]:
-        yield from self._module.batches(rank, world, seed)
-        raise ValueError(f"batches(rank, world, seed) in {self.path} came to an end; let it go on for ever")
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = self._module.loss(model, batch)
-        return loss
-
-    def evaluate(self, model: nn.Module) -> float:
-        """Without a function of the user's: the loss on batches of a seed that no run trains with."""
-        if hasattr(self._module, "evaluate"):
-            return float(self._module.evaluate(model))
-        batches = self._module.batches(0, 1, HELD_OUT_SEED)
-        with torch.no_grad():
-            losses = [float(self._module.loss(model, next(batches))) for _ in range(8)]
-        return math.fsum(losses) / len(losses)
-
-
-HELD_OUT_SEED = 987654321
-FUNCTIONS = {"model": "", "optimizer": "model", "batches": "rank, world, seed", "loss": "model, batch"}

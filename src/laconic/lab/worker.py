@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.lab import tasks
+from laconic.lab.file_task import blame
 from laconic.lab.link import sent_bytes
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
@@ -112,15 +112,16 @@ def _at_rest(quiet_seconds: float) -> int | None:
 def main() -> None:
     """The jobs are on standard input, a file that all workers share; what goes wrong is told, and ends them all."""
     torch.set_num_threads(1)
+    jobs = json.loads(os.pread(0, os.fstat(0).st_size, 0))
     try:
         dist.init_process_group("gloo")
-        for job in json.loads(os.pread(0, os.fstat(0).st_size, 0)):
+        for job in jobs:
             dist.barrier()
             train(job)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:
-        text, trace = f"{type(error).__name__}: {error}"[:500], traceback.format_exc()[-3000:]
+        text, trace = f"{type(error).__name__}: {error}"[:500], blame(error, jobs[0]["task"])[-3000:]
         tell({"kind": "error", "rank": os.environ.get("RANK"), "text": text, "trace": trace})
         sys.exit(1)
 

@@ -11,8 +11,8 @@ from laconic.report.words import ground, verdict
 LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. Bytes: what one "
     "worker must put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
-    "step: of the timed ones, without the first five; bytes are of all. speed: against ddp(). limit: share of the step rate of silent(), which never "
-    "communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
+    "step: of the timed ones, without the first five; bytes are of all. speed: against ddp(). limit: share of the step rate "
+    "of silent(), which never communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
 )
 ON_THE_LINK = (
     " on the link: PREDICTED, not measured, from the step without a limit and the bytes; and so are speed, limit and to ddp "

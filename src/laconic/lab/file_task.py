@@ -1,0 +1,109 @@
+"""A user's own task: a Python file, and what goes wrong in it."""
+
+import importlib.util
+import math
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+HELD_OUT_SEED = 987654321
+FUNCTIONS = {"model": "", "optimizer": "model", "batches": "rank, world, seed", "loss": "model, batch"}
+
+
+class TaskError(ValueError):
+    """Something is wrong with a user's file; the message says all there is to know."""
+
+
+class FileTask:
+    """A Python file with `model`, `optimizer`, `batches`, `loss` and, if wanted, `evaluate`.
+
+    It may import modules from its own folder, as a script may.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise TaskError(f"there is no file {path}; make one with: laconic new-task {path.name}")
+        self.name, self.path = path.name, path.resolve()
+        self._module = _loaded(self.path)
+        for name, arguments in FUNCTIONS.items():
+            if not callable(getattr(self._module, name, None)):
+                raise TaskError(f"{path} must define {name}({arguments})")
+
+    def model(self) -> nn.Module:
+        model = self._module.model()
+        if not isinstance(model, nn.Module):
+            raise self._wrong("model()", "a torch.nn.Module", model)
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        optimizer = self._module.optimizer(model)
+        if not isinstance(optimizer, Optimizer):
+            raise self._wrong("optimizer(model)", "a torch.optim.Optimizer", optimizer)
+        return optimizer
+
+    def batches(self, rank: int, world: int, seed: int) -> Iterator[Any]:
+        yield from self._module.batches(rank, world, seed)
+        raise TaskError(f"batches(rank, world, seed) in {self.path} came to an end; let it go on for ever")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self._module.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise self._wrong("loss(model, batch)", "a tensor with one number, to call backward() on", loss)
+        return loss
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Without a function of the user's: the loss on batches of a seed that no run trains with."""
+        if hasattr(self._module, "evaluate"):
+            found = self._module.evaluate(model)
+            try:
+                return float(found)
+            except (TypeError, ValueError, RuntimeError):
+                raise self._wrong("evaluate(model)", "a number", found) from None
+        batches = self._module.batches(0, 1, HELD_OUT_SEED)
+        with torch.no_grad():
+            losses = [float(self.loss(model, next(batches))) for _ in range(8)]
+        return math.fsum(losses) / len(losses)
+
+    def _wrong(self, function: str, wanted: str, got: object) -> TaskError:
+        what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"{type(got).__name__}: {got!r:.100}"
+        return TaskError(f"{function} in {self.path} must return {wanted}, got {what}")
+
+
+def blame(error: BaseException, path: str) -> str:
+    """An error's traceback from the user's file on; without the lab's own frames, which tell a user nothing.
+
+    Where the file has no part in it, all of it.
+    """
+    if isinstance(error, TaskError):
+        return str(error)
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename != path:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__)).rstrip()
+
+
+def _loaded(path: Path) -> Any:
+    """The file as a module. Whatever ends it, also a sys.exit(), is the user's to see."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"laconic_task_{re.sub(r'[^0-9a-zA-Z]', '_', path.stem)}", path)
+    assert spec is not None, "it ends with .py"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except SyntaxError as error:
+        raise TaskError(f"{path} can't be read:\n{''.join(traceback.format_exception_only(error)).rstrip()}") from None
+    except BaseException as error:
+        raise TaskError(f"{path} can't be imported:\n{blame(error, str(path))}") from None
+    return module
