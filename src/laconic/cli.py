@@ -52,9 +52,6 @@ def compare(
     try:
         _compare(console, task, strategy or HANDFUL, workers, link, steps, seeds, out, resume)
     except KeyboardInterrupt:
-        console.print(
-            f"\nstopped; what is finished is in {out}, and --resume goes on from there", highlight=False, markup=False
-        )
         raise typer.Exit(130) from None
     except (ValueError, TypeError, RuntimeError, OSError) as error:
         _fail(error)
@@ -73,7 +70,7 @@ def _compare(
 ) -> None:
     import laconic
     from laconic.lab import tasks
-    from laconic.lab.compare import Comparison, begin, compare, resumed
+    from laconic.lab.compare import Comparison, begin, compare, resumed, stopped
     from laconic.lab.link import parse
     from laconic.report import page, records, terminal
     from laconic.report.live import Board
@@ -90,8 +87,12 @@ def _compare(
     records.check_room(out)
     if results.link_note:
         console.print(f"{results.link_note}; running without a limit", style="bold", highlight=False, markup=False)
-    with Board(console, comparison.strategies, steps, seeds) as board:
-        compare(comparison, results, out, board)
+    try:
+        with Board(console, comparison.strategies, steps, seeds) as board:
+            compare(comparison, results, out, board)
+    except KeyboardInterrupt:
+        console.print(f"\n{stopped(results, out)}", highlight=False, markup=False)
+        raise
     terminal.show(results, console)
     written = page.write(results, out)
     console.print(f"\nwritten: {out / records.FILE}, and charts for a browser: {written}", highlight=False, markup=False)
@@ -211,9 +212,12 @@ def new_task(path: Annotated[Path, typer.Argument(help="the file to write")] = P
     """Write a task of your own to begin with: a file for `laconic compare`."""
     from laconic.lab.template import TEMPLATE
 
+    if path.suffix != ".py":
+        path = path.with_name(f"{path.name}.py")
     if path.exists():
-        typer.echo(f"error: {path} is there already", err=True)
-        raise typer.Exit(1)
+        _fail(ValueError(f"{path} is there already"))
+    if not path.parent.is_dir():
+        _fail(ValueError(f"there is no folder {path.parent}; make it first"))
     path.write_text(TEMPLATE.replace("{name}", path.name))
     typer.echo(f"wrote {path}; now: laconic compare {path}")
 

@@ -18,6 +18,7 @@ from laconic.cli import app
 from laconic.lab.compare import Comparison, _record, predicted_ms
 from laconic.lab.cost import FACTORS
 from laconic.lab.link import Link
+from laconic.report import records
 from laconic.report.live import Board
 from tests.lab.made import result
 from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
@@ -100,7 +101,9 @@ def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> N
 def test_an_error_in_a_users_file_is_shown_once(tmp_path: Path) -> None:
     made = laconic("new-task", "mine.py", folder=tmp_path)
     assert made.exit_code == 0
-    assert laconic("new-task", "mine.py", folder=tmp_path).exit_code == 1, "it is not overwritten"
+    assert laconic("new-task", "mine", folder=tmp_path).exit_code == 1, "it is not overwritten, and its name ends with .py"
+    nowhere = laconic("new-task", "nodir/mine.py", folder=tmp_path)
+    assert (nowhere.exit_code, nowhere.stderr) == (1, "error: there is no folder nodir; make it first\n")
     text = (tmp_path / "mine.py").read_text()
     (tmp_path / "mine.py").write_text(
         text.replace("    return nn.functional.cross_entropy(model(batch), batch.argmax(1))", "    return nowhere")
@@ -193,13 +196,13 @@ def left_over(mark: str) -> list[str]:
 def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.Signals, tmp_path: Path) -> None:
     link = "50mbit" if missing is None else "none"
     mark = f"seen{os.getpid()}{signal_}"
-    arguments = [*TINY, "--link", link, "--seeds", "1"]
-    command = [sys.executable, "-m", "laconic.cli", *arguments[:-2], "--steps", "300"]
+    arguments = [*TINY, "--link", link, "--steps", "30"]
+    command = [sys.executable, "-m", "laconic.cli", *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while len(left_over(mark)) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1.0)
+    while not (tmp_path / "out/results.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(left_over(mark)) >= 4, "it is in the middle"
     process.send_signal(signal_)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == (130 if signal_ == signal.SIGINT else -9)
@@ -209,6 +212,13 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.
         time.sleep(0.1)
     assert left_over(mark) == []
     assert list(tmp_path.rglob("*.partial")) == []
+    before = records.read(tmp_path / "out").runs
+    assert len(before) in (1, 2), "it was in the middle"
+    done = laconic(*arguments, "--resume", folder=tmp_path)
+    assert done.exit_code == 0, done.stderr
+    after = records.read(tmp_path / "out").runs
+    assert [run.strategy for run in after] == ["ddp()", "bf16()", "silent()"]
+    assert after[: len(before)] == before, "what was finished is not run again"
 
 
 def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from laconic.lab.compare import Comparison, begin, resumed, stopped
 from laconic.report import page, records
 from tests.lab.made import result
 
@@ -68,3 +69,61 @@ def test_damage_is_said_with_the_files_name(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_bytes(b'{"version": 1, "task": "\xff"}')
     with pytest.raises(ValueError, match=r"results.json is damaged: .*utf-8"):
         records.read(tmp_path)
+
+
+def test_a_former_comparison_is_kept_under_a_number(tmp_path: Path) -> None:
+    assert records.set_aside(tmp_path) == []
+    for number in (1, 2):
+        results = result(("ddp()", float(number), 100, 1000))
+        results.write(tmp_path)
+        page.write(results, tmp_path)
+        assert records.set_aside(tmp_path) == [f"results-{number}.json", f"report-{number}.html"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "report-1.html", "report-2.html", "results-1.json", "results-2.json",
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "results-1.json").read_text())["runs"][0]["val_loss"] == 1.0
+
+
+def test_a_page_of_fewer_runs_does_not_stay_beside_the_record(tmp_path: Path) -> None:
+    results = result(("ddp()", 1.0, 100, 1000))
+    page.write(results, tmp_path)
+    results.write(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_looking_for_room_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("n/a/b", "there/a", "there"):
+        records.check_room(tmp_path / name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out must be a folder, and .*file is a file"):
+        records.check_room(tmp_path / "file")
+
+
+def test_a_record_of_an_older_laconic_is_read(tmp_path: Path) -> None:
+    result(("ddp()", 1.0, 100, 1000)).write(tmp_path)
+    data = json.loads((tmp_path / "results.json").read_text())
+    del data["fingerprint"]
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    assert records.read(tmp_path).fingerprint is None
+
+
+def test_a_task_that_has_changed_is_not_resumed(tmp_path: Path) -> None:
+    task = tmp_path / "mine.py"
+    task.write_text("x = 1")
+    comparison = Comparison(str(task), ["ddp()"], 2, steps=10)
+    first = begin(comparison)
+    first.runs = result(("ddp()", 1.0, 100, 1000)).runs
+    first.write(tmp_path)
+    again = begin(comparison)
+    resumed(again, comparison, tmp_path)
+    assert again.runs == first.runs
+    task.write_text("x = 2")
+    with pytest.raises(ValueError, match=r"mine.py is not what it was when .* was made \(sha256:.*leave --resume away"):
+        resumed(begin(comparison), comparison, tmp_path)
+
+
+def test_what_an_interruption_leaves_is_said_as_it_is() -> None:
+    assert stopped(result(), Path("out")) == "stopped before anything was finished"
+    assert "what is finished is in out, and --resume goes on" in stopped(result(("ddp()", 1.0, 1, 1)), Path("out"))

@@ -1,6 +1,7 @@
 """Strategies side by side: one after the other, by the same workers behind the same link."""
 
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -58,7 +59,16 @@ def begin(comparison: Comparison) -> Results:
 
     note = refusal(comparison.link) if comparison.link.bits_per_second is not None else None
     versions = {"laconic": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return Results(_machine(), versions, comparison.task, comparison.workers, str(comparison.link), note)
+    task = comparison.task
+    print_ = fingerprint(task, versions)
+    return Results(_machine(), versions, task, comparison.workers, str(comparison.link), note, fingerprint=print_)
+
+
+def fingerprint(task: str, versions: Mapping[str, str]) -> str:
+    """What makes a task another one: the text of its file, or for those built in, laconic and the library that they read."""
+    if task.endswith(".py"):
+        return f"sha256:{hashlib.sha256(Path(task).read_bytes()).hexdigest()}"
+    return f"{task} of laconic {versions['laconic']} on Python {versions['python']}"
 
 
 def resumed(results: Results, comparison: Comparison, out: Path) -> None:
@@ -76,19 +86,33 @@ def resumed(results: Results, comparison: Comparison, out: Path) -> None:
         raise ValueError(
             f"{out} is of {_words(*there)}, and asked is {_words(*here)}: not the same comparison; give another --out"
         )
+    if before.fingerprint not in (None, results.fingerprint):
+        raise ValueError(
+            f"{results.task} is not what it was when {out} was made ({before.fingerprint}, now {results.fingerprint}): "
+            "runs of two models don't compare; give another --out, or leave --resume away"
+        )
     results.runs = before.runs
 
 
 def compare(comparison: Comparison, results: Results, out: Path, board: Board) -> None:
-    """Run what isn't there yet; the record is written after each run."""
+    """Run what isn't there yet; the record is written after each run, and the first one moves a former comparison aside."""
     done = {(run.strategy, run.seed) for run in results.runs}
     for run in results.runs:
         if run.strategy in comparison.strategies:
             board.finish(run, ran=False)
     for record in train([job for job in comparison.jobs() if job not in done], comparison, results, board):
+        if not results.runs and (moved := records.set_aside(out)):
+            board.say(f"what was in {out} before is kept there as {' and '.join(moved)}")
         results.runs.append(record)
         results.write(out)
         board.finish(record)
+
+
+def stopped(results: Results, out: Path) -> str:
+    """What an interruption leaves."""
+    if not results.runs:
+        return "stopped before anything was finished"
+    return f"stopped; what is finished is in {out}, and --resume goes on from there"
 
 
 def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable[int]) -> str:

@@ -55,6 +55,10 @@ class Board:
             said = f"{record.strategy}, seed {record.seed}: {_loss(record)}, {record.step_ms:.1f} ms a step"
             self._console.print(f"{said}, {human(line.sent / record.steps)} a step", highlight=False, markup=False)
 
+    def say(self, text: str) -> None:
+        """A line that stays, above the table."""
+        self._console.print(text, highlight=False, markup=False)
+
     def table(self) -> Table:
         """How it stands."""
         table = Table(title=f"{self._steps} steps each, {self._seeds} seed{'s' if self._seeds > 1 else ''}")

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.report.charts import Figure, figures
-from laconic.report.records import Results, finite, write_whole
+from laconic.report.records import PAGE, Results, finite, write_whole
 from laconic.report.summary import rows
 from laconic.report.terminal import cells, columns, legend
 from laconic.report.words import ground, verdict
-
-FILE = "report.html"
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }
@@ -46,7 +44,7 @@ for (const chart of charts) chart.on('plotly_restyle', async () => {
 
 def write(results: Results, folder: Path) -> Path:
     """The report next to the record."""
-    path = folder / FILE
+    path = folder / PAGE
     write_whole(path, page(results))
     return path
 

@@ -5,11 +5,12 @@ import math
 import os
 import re
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 VERSION = 1
-FILE = "results.json"
+FILE, PAGE = "results.json", "report.html"
 
 
 @dataclass
@@ -41,24 +42,38 @@ class Results:
     link_note: str | None  # why the link isn't limited as asked, if it isn't
     runs: list[Record] = field(default_factory=list)
     version: int = VERSION
+    fingerprint: str | None = None  # of the task, so that runs of two of them never stand side by side; older files have none
 
     def write(self, folder: Path) -> None:
-        """To a temporary name first: an interruption leaves the file before."""
+        """To a temporary name first: an interruption leaves the file before. A page of fewer runs goes."""
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / PAGE).unlink(missing_ok=True)
         write_whole(folder / FILE, _text(asdict(self)))
+
+
+def set_aside(folder: Path) -> list[str]:
+    """Make room for a new comparison: the one that is there, and its page, get a number. Their new names."""
+    there = [folder / name for name in (FILE, PAGE) if (folder / name).exists()]
+    for number in count(1):
+        aside = [file.with_stem(f"{file.stem}-{number}") for file in (folder / FILE, folder / PAGE)]
+        if not any(file.exists() for file in aside):
+            break
+    return [file.rename(file.with_stem(f"{file.stem}-{number}")).name for file in there]
 
 
 def check_room(folder: Path) -> None:
     """Whether a record can be written there at all: to be known before the work, not after it."""
-    there = folder.exists()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out must be a folder, and {folder} is a file")
+    made = [part for part in (folder, *folder.parents) if not part.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f"{FILE}.probe"
     try:
         write_whole(probe, " " * 1_000_000)
     finally:
         probe.unlink(missing_ok=True)
-        if not there:
-            folder.rmdir()
+        for part in made:
+            part.rmdir()
 
 
 def write_whole(path: Path, text: str) -> None:

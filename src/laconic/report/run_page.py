@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from laconic.report.charts import COLOURS, TIMELINE_STEPS, Figure, layout
-from laconic.report.page import FILE, document
-from laconic.report.records import write_whole
+from laconic.report.page import document
+from laconic.report.records import PAGE, write_whole
 from laconic.report.runs import RankRecord, read, worst
 from laconic.report.terminal import human
 
@@ -20,7 +20,7 @@ LEGEND = (
 
 def write(folder: Path) -> Path:
     """The report next to the records."""
-    path = folder / FILE
+    path = folder / PAGE
     write_whole(path, page(read(folder)))
     return path
 
