@@ -140,6 +140,7 @@ class Run:
             aside_bytes=engine.aside.total.wire_bytes,
             work_seconds=engine.ledger.work_seconds,
             wire_bytes_by_kind={kind: cost.wire_bytes for kind, cost in engine.ledger.kinds.items()},
+            collectives_by_kind={kind: cost.collectives for kind, cost in engine.ledger.kinds.items()},
         )
 
     def layout(self) -> list[list[str]]:

@@ -19,6 +19,7 @@ class Stats:
     aside_bytes: int  # wire bytes of `consensus`, which is no part of training
     work_seconds: float  # time in which exchanges encoded and decoded, as far as the host knows
     wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
+    collectives_by_kind: dict[str, int]
 
 
 class Observer(Protocol):

@@ -78,7 +78,6 @@ def train(job: Mapping[str, Any]) -> None:
                 dist.barrier()
                 start = time.perf_counter()
         stats = run.stats()
-        ledger = dict(run._engine.ledger.kinds)  # `Stats` has the bytes of each kind, and not how many there were
     if rank == 0:
         rows = [[round(took * 1e3, 2), None if wait is None else round(wait * 1e3, 2)] for took, wait in pace]
         for first in range(0, len(rows), 50):
@@ -88,8 +87,8 @@ def train(job: Mapping[str, Any]) -> None:
                 "kind": "end",
                 "wait_seconds": _waited(waited_before, stats.wait_seconds),
                 "predicted": predicted.wire_bytes,
-                "wire_bytes": {kind: traffic.wire_bytes / steps for kind, traffic in ledger.items()},
-                "collectives": {kind: traffic.collectives / steps for kind, traffic in ledger.items()},
+                "wire_bytes": {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()},
+                "collectives": {kind: count / steps for kind, count in stats.collectives_by_kind.items()},
             }
         )
 
