@@ -1,9 +1,11 @@
 """The report in a real browser: it draws, it switches, it is quiet, and it asks the network for nothing."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from playwright.sync_api import Page, sync_playwright
 
 from laconic.report import page, records, run_page
-from laconic.report.charts import figures
+from laconic.report.charts import COLOURS, figures
 from tests.lab.made import result
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -139,3 +141,33 @@ def test_seeds_are_lines_of_one_colour_and_the_log_axis_has_no_zero() -> None:
     assert loss[0]["x"] == [0.5, 1.0, None, 0.5, 1.0, None]
     bytes_ = figures(made)["Loss against bytes"]["data"]
     assert [x for trace in bytes_ for x in trace["x"] if x is not None and x <= 0] == []
+
+
+def seen(colour: str, eyes: list[list[float]]) -> tuple[float, ...]:
+    """A colour in Lab, as such eyes see it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    r, g, b = (min(1.0, max(0.0, sum(a * c for a, c in zip(row, linear, strict=True)))) for row in eyes)
+    white = (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b
+    x, y, z = (
+        part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116
+        for part in (*white, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.0888)
+    )
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize(
+    "eyes",
+    [
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+        [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+        [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    ],
+    ids=["most", "protanopia", "deuteranopia"],  # Machado, Oliveira and Fernandes, 2009
+)
+def test_every_colour_can_be_told_from_every_other(eyes: list[list[float]]) -> None:
+    def nearest(colours: list[str]) -> float:
+        return min(math.dist(seen(one, eyes), seen(other, eyes)) for one, other in combinations(colours, 2))
+
+    assert len(COLOURS) == 10
+    assert nearest(COLOURS) >= min(nearest(COLOURS[:6]), 20), "no nearer than Okabe's and Ito's six"

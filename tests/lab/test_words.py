@@ -1,10 +1,13 @@
 """A comparison in numbers and words: made-up records in, sentences out."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from laconic.report.charts import figures
 from laconic.report.summary import rows
-from laconic.report.terminal import cells, loss, reached
+from laconic.report.terminal import cells, columns, loss, reached, show
 from laconic.report.words import verdict
 from tests.lab.made import result
 
@@ -108,3 +111,21 @@ def test_where_the_link_could_not_be_had_the_predicted_step_decides() -> None:
     assert charts["Loss against seconds"]["data"][0]["x"] == [5.0, 10.0, None]
     assert "PREDICTED" in charts["Loss against seconds"]["layout"]["xaxis"]["title"]["text"]
     assert "of the last 2 steps, without a limit" in charts["Where the time goes"]["layout"]["xaxis"]["title"]["text"]
+
+
+@pytest.mark.parametrize(("width", "tables"), [(150, 1), (80, 2), (50, 6)])
+def test_no_number_is_cut_or_folded_in_a_narrow_terminal(width: int, tables: int) -> None:
+    long = "streaming_diloco(period=16, delay=2, blend=0.0, warmup=10)"
+    results = result(("ddp()", 1.2345, 1234.5, 12.3e6), (long, None, 56.7, 4.56e3), ("silent()", 9.8765, 43.2, 0))
+    results.link_note = "no namespaces"
+    for run in results.runs:
+        run.predicted_step_ms = 8765.4
+        run.wire_bytes_per_step["kernel"] = 987e3
+    text = io.StringIO()
+    show(results, Console(file=text, width=width, legacy_windows=False))
+    drawn = [line for line in text.getvalue().splitlines() if line[:1] in "┃│"]
+    assert max(map(len, drawn)) <= width
+    words = [cell.strip() for line in drawn for cell in line.strip("┃│").replace("┃", "│").split("│")]
+    assert set(columns(results)) <= set(words)
+    assert {cell for row in rows(results) for cell in cells(row, results)[1:]} <= set(words)
+    assert words.count("strategy") == tables

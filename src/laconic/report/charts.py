@@ -8,8 +8,9 @@ from laconic.report.records import Record, Results
 from laconic.report.summary import BASE, LIMIT, labels, rows, stretch
 from laconic.report.terminal import human
 
-# Colours that people with colour-blindness can tell apart (Okabe and Ito); grey is for what others are measured by.
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C564B", "#BCBD22", "#7F3C8D", "#11A579"]
+# Six colours that people with colour-blindness can tell apart (Okabe and Ito), and four dark ones which are as far from those
+# and from each other as those are among themselves; grey is for what others are measured by.
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#882255", "#661100", "#8A2BE2"]
 GREYS = {BASE: "#222222", LIMIT: "#999999"}
 TIMELINE_STEPS = 48
 

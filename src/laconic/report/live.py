@@ -63,7 +63,7 @@ class Board:
         """How it stands."""
         table = Table(title=f"{self._steps} steps each, {self._seeds} seed{'s' if self._seeds > 1 else ''}")
         for place, name in enumerate(("strategy", "", "steps/s", "loss", "sent")):
-            table.add_column(name, justify="right" if place > 1 else "left", overflow="fold")
+            table.add_column(name, justify="right" if place > 1 else "left", overflow="fold", no_wrap=place > 1)
         for text, line in self._lines.items():
             whole = self._steps * self._seeds
             bar = ProgressBar(total=whole, completed=min(whole, line.done * self._steps + line.step), width=24)

@@ -1,5 +1,7 @@
 """A comparison in a terminal."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,6 +16,7 @@ LEGEND = (
     "step: of the timed ones, without the first five; bytes are of all. speed: against ddp(). limit: share of the step rate "
     "of silent(), which never communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
 )
+NAME_WIDTH, FRAME = 20, 3  # characters: of a name, which may be folded; around a cell
 ON_THE_LINK = (
     " on the link: PREDICTED, not measured, from the step without a limit and the bytes; and so are speed, limit and to ddp "
     "loss, which follow from it."
@@ -21,15 +24,34 @@ ON_THE_LINK = (
 
 
 def show(results: Results, console: Console) -> None:
-    """The table, its legend and the verdict."""
-    table = Table(title=escape(f"{results.task}, {results.workers} workers, link {results.link}"))
-    for place, name in enumerate(columns(results)):
-        table.add_column(name, justify="right" if place else "left", overflow="fold", min_width=None if place else 20)
-    for row in rows(results):
-        table.add_row(*(escape(cell) for cell in cells(row, results)))
-    console.print(table)
+    """The table, in parts where the terminal is narrow, its legend and the verdict."""
+    names, *numbers = zip(columns(results), *(cells(row, results) for row in rows(results)), strict=True)
+    title: str | None = escape(f"{results.task}, {results.workers} workers, link {results.link}")
+    for part in fitting(numbers, console.width):
+        table = Table(title=title)
+        table.add_column(names[0], overflow="fold", min_width=NAME_WIDTH)
+        for head, *_ in part:
+            table.add_column(head, justify="right", no_wrap=True)
+        for line in zip(names[1:], *(cells_ for _, *cells_ in part), strict=True):
+            table.add_row(*map(escape, line))
+        console.print(table)
+        title = None
     console.print(f"{legend(results)}\n{ground(results)}", style="dim", highlight=False, markup=False)
     console.print(f"\n{verdict(results)}", highlight=False, markup=False)
+
+
+def fitting(numbers: Sequence[Sequence[str]], width: int) -> list[list[Sequence[str]]]:
+    """Columns in as many tables as it takes, each with the names in front, so that no number is cut or folded."""
+    parts: list[list[Sequence[str]]] = []
+    left = 0
+    for column in numbers:
+        needed = max(map(len, column)) + FRAME
+        if not parts or needed > left:
+            parts.append([])
+            left = width - (NAME_WIDTH + FRAME + 1)
+        parts[-1].append(column)
+        left -= needed
+    return parts
 
 
 def columns(results: Results) -> list[str]:
