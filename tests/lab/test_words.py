@@ -44,6 +44,8 @@ def test_a_run_that_diverged_is_named_and_never_taken() -> None:
     assert "the nearest is b() with 1.5" in near
     itself = verdict(result(("ddp()", None, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
     assert "ddp() itself diverged: there is no loss to compare with. Not so: b()." in itself
+    nothing = result(("ddp()", None, 100, 1000), ("a()", 1.0, 10, 10))
+    assert [reached(row) for row in rows(nothing)] == ["-", "-"], "there is nothing to reach"
 
 
 def test_of_several_seeds_one_that_diverged_is_enough() -> None:

@@ -59,9 +59,15 @@ def begin(comparison: Comparison) -> Results:
 
     note = refusal(comparison.link) if comparison.link.bits_per_second is not None else None
     versions = {"laconic": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    task = comparison.task
-    print_ = fingerprint(task, versions)
-    return Results(_machine(), versions, task, comparison.workers, str(comparison.link), note, fingerprint=print_)
+    return Results(
+        _machine(),
+        versions,
+        comparison.task,
+        comparison.workers,
+        str(comparison.link),
+        note,
+        fingerprint=fingerprint(comparison.task, versions),
+    )
 
 
 def fingerprint(task: str, versions: Mapping[str, str]) -> str:

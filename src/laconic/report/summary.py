@@ -27,11 +27,12 @@ class Row:
     step_ms: float
     predicted_ms: float | None  # over the link that could not be had
     spread: float | None  # of the step time over seeds, as a share
-    noise: float  # standard error of the step time, as a share; 0 where nothing is known of it
+    noise_ms: float  # standard error of the step time; 0 where nothing is known of it
     speed: float | None  # against ddp, as `share` over the link: predicted, where it could not be had
     share: float | None  # of the rate without communication
     to_base_loss: float | None  # seconds until the final loss of ddp with the same seed, of the seeds that reached it
     reached: int  # so many of the seeds
+    compared: int  # so many of them had such a loss to reach
     wait_ms: float | None
 
     @property
@@ -67,11 +68,12 @@ def rows(results: Results) -> list[Row]:
                 step_ms,
                 _known([run.predicted_step_ms for run in runs]),
                 statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
-                _noise(runs),
+                _noise_ms(runs),
                 base_ms / link_ms if base_ms else None,
                 limit_ms / link_ms if limit_ms else None,
                 _mean(reached) if reached else None,
                 len(reached),
+                len(times),
                 _known([run.wait_ms for run in runs]),
             )
         )
@@ -131,10 +133,10 @@ def _link_ms(runs: list[Record]) -> float:
     return _mean([stretch(run) * run.step_ms for run in runs])
 
 
-def _noise(runs: list[Record]) -> float:
+def _noise_ms(runs: list[Record]) -> float:
     """Over seeds, or, with one, over the times from look to look."""
     times = [run.step_ms for run in runs] if len(runs) > 1 else interval_ms(runs[0])
-    return statistics.stdev(times) / statistics.mean(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
+    return statistics.stdev(times) / math.sqrt(len(times)) if len(times) > 1 else 0.0
 
 
 def _mean(values: list[float]) -> float:

@@ -87,8 +87,8 @@ def loss(row: Row) -> str:
 def reached(row: Row) -> str:
     """When it came to ddp's loss, and with how many of the seeds, if not with all."""
     if row.to_base_loss is None:
-        return "never"
-    return f"{row.to_base_loss:.1f} s" + (f" ({row.reached} of {row.seeds})" if row.reached < row.seeds else "")
+        return "never" if row.compared else "-"
+    return f"{row.to_base_loss:.1f} s" + (f" ({row.reached} of {row.compared})" if row.reached < row.compared else "")
 
 
 def legend(results: Results) -> str:

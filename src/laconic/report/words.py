@@ -43,12 +43,12 @@ def _choice(base: Row, others: list[Row], limit: Row | None) -> str:
         f"a loss {_against(best.loss, base.loss)} against {BASE}'s, at {_part(best.bytes_per_step, base.bytes_per_step)} of "
         f"its bytes and {base.link_ms / best.link_ms:.2g} times its speed{share}."
     )
-    least = max(NOTHING, 2 * math.hypot(best.noise, base.noise))
-    if best.link_ms < (1 - least) * base.link_ms:
+    noise = max(NOTHING, 2 * math.hypot(best.noise_ms, base.noise_ms) / base.link_ms)
+    if best.link_ms < (1 - noise) * base.link_ms:
         advice = f"Take {best.strategy}: {facts}"
     else:
         advice = (
-            f"Stay with {BASE}: none that comes within {GOOD:.0%} of its loss is faster by more than the noise, {least:.0%}. "
+            f"Stay with {BASE}: none that comes within {GOOD:.0%} of its loss is faster by more than the noise, {noise:.0%}. "
             f"The fastest of them is {best.strategy}: {facts}"
         )
     if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, GOOD):
