@@ -45,7 +45,7 @@ def test_what_the_kernel_has_no_room_for_is_refused(text: str) -> None:
 
 @needs_link
 def test_the_slowest_and_the_fastest_can_be_had() -> None:
-    assert [refusal(parse(text)) for text in (SLOWEST, FASTEST)] == [None, None]
+    assert [refusal(Link(bits)) for bits in (SLOWEST, FASTEST)] == [None, None]
 
 
 def test_a_delay_is_had_or_refused_in_one_line() -> None:
@@ -123,9 +123,8 @@ def test_one_that_is_killed_is_named_though_others_fail_first() -> None:
     code = (
         "import os, sys, time; rank = os.environ['RANK']; rank == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(5)"
     )
-    output, code_ = run(code, 2, Link())
+    output, _ = run(code, 2, Link())
     assert "worker 1 was killed by SIGKILL\n" in output
-    assert code_ == 137
 
 
 def with_mark(mark: str) -> list[str]:

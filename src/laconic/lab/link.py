@@ -24,7 +24,7 @@ BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which
 SHORTEST_BURST_BYTES, BURST_SECONDS = 64 * 1024, 0.025  # so on a slow link it is as much as passes in that time
 KILLED = "was killed by"
 NETWORK, PORT = "10.77.0", 29500
-SLOWEST, FASTEST, LONGEST_MS = "10kbit", "34gbit", 10_000  # tbf's fields of 32 bits hold 2 kbit to 34.3 gbit
+SLOWEST, FASTEST, LONGEST_MS = 10 * 10**3, 34 * 10**9, 10_000  # bits a second: tbf's 32 bits hold 2 kbit to 34.3 gbit
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -57,8 +57,9 @@ def parse(text: str) -> Link:
             f"a link is a rate with its unit, and a delay if you like: 100mbit, 1gbit, 100mbit:20ms, none; got {text!r}"
         )
     bits, delay = round(float(found[1]) * UNITS[found[2]]), float(found[3] or 0)
-    if not 10 * UNITS["kbit"] <= bits <= 34 * UNITS["gbit"] or delay > LONGEST_MS:
-        raise ValueError(f"a link has a rate from {SLOWEST} to {FASTEST}, and a delay of up to {LONGEST_MS}ms; got {text!r}")
+    if not SLOWEST <= bits <= FASTEST or delay > LONGEST_MS:
+        rates = f"from {Link(SLOWEST)} to {Link(FASTEST)}"
+        raise ValueError(f"a link has a rate {rates}, and a delay of up to {LONGEST_MS}ms; got {text!r}")
     return Link(bits, delay / 1e3)
 
 
@@ -269,7 +270,8 @@ def _wait(children: "Sequence[subprocess.Popen[bytes]]") -> int:
                     going.remove(child)
                     if code:
                         time.sleep(1)  # the others may have something to say
-                        return _killed(children) or code
+                        _name_killed(children)
+                        return code if code > 0 else 128 - code
             time.sleep(0.05)
         return 0
     finally:
@@ -277,12 +279,11 @@ def _wait(children: "Sequence[subprocess.Popen[bytes]]") -> int:
             child.kill()
 
 
-def _killed(children: "Sequence[subprocess.Popen[bytes]]") -> int:
-    """Name those that a signal ended, who could not say so themselves; the exit code of the first, as a shell has it, or 0."""
-    signals = {rank: -code for rank, child in enumerate(children) if (code := child.poll()) is not None and code < 0}
-    for rank, number in signals.items():
-        os.write(sys.stdout.fileno(), f"\nworker {rank} {KILLED} {signal.Signals(number).name}\n".encode())
-    return 128 + min(signals.items())[1] if signals else 0
+def _name_killed(children: "Sequence[subprocess.Popen[bytes]]") -> None:
+    """Those that a signal ended could not say so themselves."""
+    for rank, child in enumerate(children):
+        if (code := child.poll()) is not None and code < 0:
+            os.write(sys.stdout.fileno(), f"\nworker {rank} {KILLED} {signal.Signals(-code).name}\n".encode())
 
 
 def main(arguments: Sequence[str]) -> None:
