@@ -18,8 +18,8 @@ LEGEND = (
 )
 NAME_WIDTH, FRAME = 20, 3  # characters: of a name, which may be folded; around a cell
 ON_THE_LINK = (
-    " on the link: PREDICTED, not measured, from the step without a limit and the bytes; and so are speed, limit and to ddp "
-    "loss, which follow from it."
+    " on the link: PREDICTED, not measured, from the step without a limit, the bytes and the link's delay; and so are speed, "
+    "limit and to ddp loss, which follow from it."
 )
 
 
