@@ -142,6 +142,12 @@ class RollCall:
             self.report(f"is in step {self.step + 1}")
             raise UnevenError(self._sentence(advise=True))
 
+    def worry_aside(self) -> None:
+        """The same where training doesn't wait for it: a peer that has left is still there, one that has failed is not."""
+        seen = self.seen()
+        if any(rank != self._rank and report.state.startswith("failed") for rank, report in seen.items()):
+            raise UnevenError(self._sentence(advise=False))
+
     def leave(self, *, drifted: bool, may_differ: bool) -> bool:
         """Report, wait until all have left, raise if they don't fit together; whether any rank has drifted."""
         self.report(f"left after {self.step} steps", drifted=drifted)

@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -153,13 +153,13 @@ class Auto:
                     f"the checkpoint is of {state['world']} ranks, here are {len(rows)}: what the others had not sent yet is "
                     "lost; laconic.checkpoint changes the number of ranks without that"
                 )
-            run.load_state_dict(state, strict=False)
+            _load(run, state)
             return
         if len(set(rows)) > 1:
             raise RuntimeError(
                 f"ranks loaded the states of ranks {', '.join(rows)}: all must load their own, or all the same one"
             )
-        run.load_state_dict(replicated(state, run.group.rank), strict=False)
+        _load(run, replicated(state, run.group.rank))
         run.adopt_first()
         if run.group.rank == 0:
             warnings.warn(
@@ -197,7 +197,7 @@ class Auto:
         """The script failed: the other ranks are told, and nobody is waited for."""
         run = self._take_off()
         if run is not None:
-            run.__exit__(type(error), error, error.__traceback__)
+            run.fail(error)
 
     def end(self, error: BaseException | None) -> None:
         """One or the other."""
@@ -283,6 +283,12 @@ def _afterwards(kind: type, saw: Callable[[Any], None]) -> None:
 def _before_forward(ddp: DistributedDataParallel, inputs: object) -> None:
     if _auto is not None:
         _auto.before_forward(ddp, inputs)
+
+
+def _load(run: Run, state: Mapping[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the state is of")  # one rank has said so, in a line
+        run.load_state_dict(state, strict=False)
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.bucket import Slot
 from laconic.hook import GradientHook, new_future
 from laconic.reducers.exact import Exact
-from laconic.wire import Ledger, TorchGroup
+from laconic.wire import Ledger, TorchGroup, is_lost
 
 
 class Dispatcher:
@@ -117,9 +117,8 @@ class Dispatcher:
 
 def in_buffers(error: BaseException) -> bool:
     """Whether a collective of DDP's own failed, in forward: it broadcasts buffers there, and says no more than its backend."""
-    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-        return False
-    return any(frame.f_code is DistributedDataParallel._sync_buffers.__code__ for frame, _ in walk_tb(error.__traceback__))
+    broadcast = DistributedDataParallel._sync_buffers.__code__
+    return is_lost(error) and any(frame.f_code is broadcast for frame, _ in walk_tb(error.__traceback__))
 
 
 def _copy() -> Dispatcher:

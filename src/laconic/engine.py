@@ -52,7 +52,9 @@ class Engine:
         members = dist.get_process_group_ranks(process_group)
         self.roll = RollCall(process_group.get_group_store(), identity, process_group.rank(), members)
         self.mesh = plan.mesh
-        self.groups = Groups(process_group, identity, scopes(plan.strategy), plan.mesh, self.device, self.roll.worry)
+        self.groups = Groups(
+            process_group, identity, scopes(plan.strategy), plan.mesh, self.device, self.roll.worry, self.roll.worry_aside
+        )
         self.group = self.groups.world
         self.probe = Probe()
         self.observers: list[Observer] = []
@@ -164,15 +166,20 @@ class Engine:
 
     # Change, and the end
 
-    def become(self, strategy: Strategy) -> None:
-        """Go on by another strategy from the next step; all ranks together, and they agree on which."""
-        drifted = self.agree_on_drift() or self.local.deltas is not None
+    def become(self, strategy: Strategy, *, equal: bool = False) -> None:
+        """Go on by another strategy from the next step; all ranks together, and they agree on which.
+
+        Replicas that have drifted become equal first, unless they are said to be.
+        """
+        drifted = not equal and (self.agree_on_drift() or self.local.deltas is not None)
         if drifted and (strategy.route.talks or strategy.averaging or self.local.deltas):
             self.local.equalise(self.ledger, release=True)
             if strategy.route.talks:  # equal gradients keep replicas equal only if the optimizers' memory is equal as well
                 self.local.moments.equalise(self.group)
                 self._equalise_scaler()
-        drifted, before = self.drifted, self.local
+        drifted, before = self.drifted and not equal, self.local
+        if before.deltas is not None:
+            before.deltas.abandon()
         self.strategy = strategy
         self.groups.add(scopes(strategy))
         self.local = self._local_updates()

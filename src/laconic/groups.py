@@ -36,9 +36,11 @@ class Groups:
         mesh: DeviceMesh | None,
         device: torch.device,
         worry: Callable[[], None] = _nothing,
+        worry_aside: Callable[[], None] = _nothing,
     ) -> None:
         self.world = TorchGroup(process_group, worry)
-        self._identity, self._worry, self._mesh, self._device = identity, worry, mesh, device
+        self._identity, self._mesh, self._device = identity, mesh, device
+        self._worry, self._worry_aside = worry, worry_aside
         self._own: list[dist.ProcessGroup] = []
         self._idle: set[Scope] = set()  # scopes in which no rank has a partner
         self._by_scope: dict[Scope, TorchGroup] = {"world": self.world}
@@ -70,7 +72,7 @@ class Groups:
         if scope == AIR:
             return self._new(members)
         if scope == ASIDE:
-            return self._new(members, "gloo")
+            return TorchGroup(self._new(members, "gloo").process_group, self._worry_aside)
         if isinstance(scope, int):
             if scope == 1:
                 self._idle.add(scope)

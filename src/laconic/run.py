@@ -101,14 +101,14 @@ class Run:
         if not self._live:
             return False
         engine = self._engine
+        if error is not None and not isinstance(error, Stop):
+            self.fail(error)
+            if in_buffers(error):
+                phase = "DDP's broadcast of buffers"
+                raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
+            return False
+        failed = True
         try:
-            if error is not None and not isinstance(error, Stop):
-                self._failure = f"{type(error).__name__}: {error}"
-                engine.report_failure(error)
-                if in_buffers(error):
-                    phase = "DDP's broadcast of buffers"
-                    raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
-                return False
             stop = engine.uneven == "stop"
             if stop and error is None and (engine.strategy.route.talks or engine.strategy.averaging):
                 land(pulse(False, engine.device), engine.group, engine.control)
@@ -118,9 +118,17 @@ class Run:
             self.warn_if_still_warming_up()
             # The store lives in one rank's process: nobody goes before all have read it.
             land(pulse(False, engine.device), engine.group, engine.control)
+            failed = False
             return isinstance(error, Stop)
         finally:
-            self.detach()
+            self._end(failed)
+
+    def fail(self, error: BaseException) -> None:
+        """An exception ends it: the other ranks are told, and nobody is waited for."""
+        if self._live:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._engine.report_failure(error)
+            self._end(failed=True)
 
     # What a user asks for
 
@@ -205,20 +213,23 @@ class Run:
 
     def detach(self) -> None:
         """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""
+        self._end(failed=sys.exc_info()[0] is not None)
+
+    def _end(self, failed: bool) -> None:
         if not self._live:
             return
-        failed = sys.exc_info()[0] is not None
         self._live = False
+        task, self._last_task = self._last_task, None
         try:
-            if self._last_task is not None:
-                self._last_task(failed)
+            if task is not None:
+                task(failed)
         finally:
             for observer in self._engine.observers:
                 observer.ended(self._failure)
             drifted = self._engine.drifted
             self._engine.stop()
         if drifted and not failed:
-            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=2)
+            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=3)
 
     # What a checkpoint needs
 
@@ -273,7 +284,10 @@ class Run:
             )
 
     def before_detach(self, task: Callable[[bool], object]) -> None:
-        """Have this done while its process groups are still there; it is told whether an exception ends the run."""
+        """Have this done last, while its process groups are still there, instead of what was to be done before.
+
+        It is told whether an exception ends the run.
+        """
         self._last_task = task
 
     def during(self, phase: str) -> AbstractContextManager[None]:
@@ -308,7 +322,7 @@ class Run:
             return
         unused = tied_to_strategy(state)
         if self._fits(former):
-            self.swap(former)
+            self._engine.become(read(former), equal=True)  # as good as: what differs is about to be overwritten
             self._engine.load(state)
             self.swap(chosen)
         else:

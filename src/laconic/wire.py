@@ -163,6 +163,11 @@ class CommunicationError(RuntimeError):
     """A collective failed: a peer has gone, or took longer than the process group's timeout."""
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether it says that a collective failed: torch's backends raise plain RuntimeErrors, or DistErrors."""
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
 class Handle(Protocol):
     """A collective in the air."""
 
@@ -340,7 +345,7 @@ def _explained(row: Row) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # torch's backends raise these
+        if not is_lost(error):
             raise
         raise CommunicationError(f"{row.kind} of {row.payload_bytes} bytes among {row.world} ranks failed: {error}") from error
 

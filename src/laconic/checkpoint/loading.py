@@ -32,7 +32,10 @@ class Loaded:
 
 
 def latest(path: str | Path) -> Path | None:
-    """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over."""
+    """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over.
+
+    One of another version of laconic is an error: a training that began anew instead would replace it.
+    """
     return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.problem(folder) is None), None)
 
 

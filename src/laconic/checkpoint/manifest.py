@@ -16,12 +16,13 @@ from typing import Any, TextIO
 
 import torch
 
-FORMAT = 1
+FORMAT = 2
 FILE = "manifest.json"
 PARTIAL = ".partial"
 CHECKSUM = "checksum"  # of the rest of the manifest
 LOCK = ".writing"  # locked as long as the process that writes is alive
 OLD = f".old{PARTIAL}"  # a checkpoint whose step is being saved once more
+NAME = re.compile(rf"step-(\d{{8,}})(\.[0-9a-f]{{8}}{re.escape(PARTIAL)}|{re.escape(OLD)})?")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, An
     return Manifest(FORMAT, __version__, torch.__version__, platform.python_version(), now, step, world_size, strategy, files)
 
 
+class FormatError(ValueError):
+    """A checkpoint of another version of laconic."""
+
+
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint, or an error that says what the directory is instead."""
     try:
@@ -77,7 +82,7 @@ def read(folder: Path) -> Manifest:
     if not isinstance(data, dict) or "format" not in data:
         raise ValueError(f"{folder / FILE} is not a laconic checkpoint's")
     if data["format"] != FORMAT:
-        raise ValueError(
+        raise FormatError(
             f"{folder} has format {data['format']}, and this is laconic for format {FORMAT}; "
             f"it was written by laconic {data.get('laconic', '?')}"
         )
@@ -135,10 +140,12 @@ def checkpoints(path: Path) -> list[Path]:
 
 
 def problem(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, at a glance; None: nothing."""
+    """What is wrong with a checkpoint, at a glance; None: nothing. Another version's is an error."""
     try:
         return missing(folder, read(folder))
-    except ValueError as error:
+    except FormatError:
+        raise
+    except (ValueError, OSError) as error:
         return str(error)
 
 
@@ -170,9 +177,9 @@ def _being_written(folder: Path) -> bool:
 
 def sweep(path: Path) -> None:
     """Remove what a save that was killed has left; what it was about to replace is put back."""
-    for folder in [folder for match, folder in _folders(path) if match[2]]:
-        target = folder.with_name(folder.name.removesuffix(OLD))
-        if folder.name.endswith(OLD) and not target.exists():
+    for match, folder in [found for found in _folders(path) if found[0][2]]:
+        target = folder.with_name(folder_name(int(match[1])))
+        if match[2] == OLD and not target.exists():
             folder.rename(target)
         elif not _being_written(folder):
             shutil.rmtree(folder)
@@ -180,15 +187,21 @@ def sweep(path: Path) -> None:
 
 def prune(newest: Path, keep: int) -> None:
     """Remove old checkpoints beside the one just written, so that `keep` whole ones are left."""
-    others = [folder for folder in checkpoints(newest.parent) if folder != newest and problem(folder) is None]
+    others = [folder for folder in checkpoints(newest.parent) if folder != newest and _usable(folder)]
     for folder in others[: max(0, len(others) - (keep - 1))]:
         shutil.rmtree(folder)
 
 
+def _usable(folder: Path) -> bool:
+    try:
+        return problem(folder) is None
+    except FormatError:
+        return False  # not for this version to judge
+
+
 def _folders(path: Path) -> Iterator[tuple[re.Match[str], Path]]:
-    pattern = re.compile(rf"step-(\d{{8,}})(\.[0-9a-f]{{8}}{re.escape(PARTIAL)}|{re.escape(OLD)})?")
     for folder in path.glob("step-*"):
-        match = pattern.fullmatch(folder.name)
+        match = NAME.fullmatch(folder.name)
         if match and folder.is_dir():
             yield match, folder
 

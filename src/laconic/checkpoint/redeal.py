@@ -21,6 +21,7 @@ Path = tuple[str, ...]
 def merge(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One tree for every new rank, out of those of all old ranks; without `extra` and `random`."""
     wanted = [{key: value for key, value in tree.items() if key not in ("extra", "random")} for tree in trees]
+    wanted = [{**tree, "run": {key: value for key, value in tree["run"].items() if key != "kept"}} for tree in wanted]
     merged: dict[str, Any] = _combined(wanted, (), len(trees))
     merged["run"]["kept"] = kept_of(merged["run"]["memory"], merged["run"]["local"]["deltas"])
     if merged["run"]["local"]["deltas"] is None:

@@ -20,7 +20,7 @@ from laconic.checkpoint import manifest
 from laconic.checkpoint.contents import check_own, check_run, gather, namer
 from laconic.checkpoint.tree import pack
 from laconic.run import Run
-from laconic.wire import Ledger, TorchGroup, land
+from laconic.wire import CommunicationError, Ledger, TorchGroup, is_lost, land
 
 CPU = torch.device("cpu")
 GRACE_SECONDS = 30.0  # for a checkpoint on its way when the run has failed
@@ -47,6 +47,7 @@ class Saving:
             self._path = self._work()
         except BaseException as problem:  # raised again by `wait`
             self._problem = problem
+        del self._work  # and with it the copy of everything
 
     @property
     def done(self) -> bool:
@@ -97,38 +98,38 @@ def save(
     has been copied aside; the writing goes on in a thread, with a gloo group of its own. One directory is for one run.
     """
     check_run(run, "save")
-    before = _going.pop(run, None)
-    if before is not None:
-        before.settle(failed=False)
     with run.during("saving a checkpoint"):
         group, device = run.group, run.device
-        aside = run.aside() if asynchronous or device.type != "cpu" else group
         flat: dict[str, Tensor] = {}
         problem: Exception | None = None
         try:
-            _check(extra, keep)
+            before = _going.pop(run, None)
+            if before is not None:
+                before.settle(failed=False)
+            _check_arguments(extra, keep)
             check_own(run, model, optimizer)
             tensors, rest = pack(gather(run, extra), namer(run, group.rank))
             flat = {**tensors, f"rank{group.rank}/skeleton": rest}
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # whatever it is, no rank may wait for this one
             problem = error
         facts = [f"step {run.step}", f"strategy {run.strategy}", f"keep {keep}", f"asynchronous {asynchronous}"]
         identity = agree(facts, problem, group, device)
+        aside = run.aside() if asynchronous or device.type != "cpu" else group
         if asynchronous:
             flat = {key: tensor.to("cpu", copy=True) for key, tensor in flat.items()}
         strategy, step = str(run.strategy), run.step
         target = Path(path) / manifest.folder_name(step)
         partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
         saving = Saving(lambda: _write(target, partial, flat, aside, step, strategy, keep), asynchronous)
-    if asynchronous:
-        _going[run] = saving
-        run.before_detach(saving.settle)
-    else:
-        saving.wait()
+        if asynchronous:
+            _going[run] = saving
+            run.before_detach(saving.settle)
+        else:
+            saving.wait()
     return saving
 
 
-def _check(extra: object, keep: object) -> None:
+def _check_arguments(extra: object, keep: object) -> None:
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dict of plain data, got {type(extra).__name__}")
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
@@ -145,19 +146,27 @@ def _write(
         try:
             _together(group, _prepare if first else None, partial, locked)
             dcp.save(flat, storage_writer=dcp.FileSystemWriter(partial), process_group=group.process_group)
-            mine = manifest.describe(partial, [file.name for file in partial.glob(f"__{group.rank}_*")])
+            mine: dict[str, Any] = {}
+            _together(group, lambda: mine.update(manifest.describe(partial, _own_files(partial, group.rank))))
             facts = land(gather_texts(json.dumps(mine), CPU), group, Ledger())
             _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy)
         except BaseException as problem:
             shutil.rmtree(partial, ignore_errors=True)  # by every rank: it may be that each has seen another directory
+            if not isinstance(problem, Exception | dcp.CheckpointException):
+                raise  # Ctrl-C
+            kind = CommunicationError if is_lost(problem) or isinstance(problem, CommunicationError) else RuntimeError
             cause = _cause(problem)
-            raise RuntimeError(f"the checkpoint {target} was not written; those before are untouched: {cause}") from problem
-    _together(group, manifest.prune if first and keep is not None else None, target, keep)
+            raise kind(f"the checkpoint {target} was not written; those before are untouched: {cause}") from problem
+    _together(group, _tidy if first else None, target, keep)
     return target
 
 
+def _own_files(partial: Path, rank: int) -> list[str]:
+    return [file.name for file in partial.glob(f"__{rank}_*")]
+
+
 def _together(group: TorchGroup, task: Callable[..., None] | None, *arguments: object) -> None:
-    """One rank does something, the others wait; where it fails, all fail."""
+    """Some ranks do something, the others wait; where it fails, all fail."""
     problem: Exception | None = None
     if task is not None:
         try:
@@ -184,14 +193,21 @@ def _publish(target: Path, partial: Path, facts: list[str], world: int, step: in
         raise FileNotFoundError(f"{torn}, as the first rank sees it: all ranks must write to one directory that all can see")
     written.write(partial)
     manifest.sync_folder(partial)
-    old = None
     if target.exists():  # the same step once more
-        old = target.rename(target.with_name(f"{target.name}{manifest.OLD}"))
+        target.rename(target.with_name(f"{target.name}{manifest.OLD}"))
     partial.rename(target)
-    manifest.sync_folder(target.parent)
-    (target / manifest.LOCK).unlink()
-    if old is not None:
-        shutil.rmtree(old)
+
+
+def _tidy(target: Path, keep: int | None) -> None:
+    """It is there; what is no longer needed goes, and if it won't, that is no reason to stop a training."""
+    try:
+        manifest.sync_folder(target.parent)
+        (target / manifest.LOCK).unlink()
+        manifest.sweep(target.parent)
+        if keep is not None:
+            manifest.prune(target, keep)
+    except OSError as error:
+        warnings.warn(f"{target} is written, but not all that is old could be removed: {error}", stacklevel=2)
 
 
 def _cause(problem: BaseException) -> str:

@@ -1,7 +1,6 @@
 """A nested state as named tensors and a skeleton: what is large apart from what is not."""
 
 import io
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,34 +16,40 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes)
 def pack(tree: object, name: Callable[[tuple[str, ...]], str]) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a tree of dicts, lists and tuples, by what `name` makes of their paths; and all the rest, as bytes.
 
-    NumPy's arrays come back as such, and its numbers as Python's. What can't be read back as plain data is refused here,
-    with its place: a checkpoint that nobody can load is worth nothing.
+    NumPy's arrays come back as such, its numbers as Python's, and named tuples as tuples. What can't be read back as plain
+    data is refused here, with its place: a checkpoint that nobody can load is worth nothing.
     """
     tensors: dict[str, Tensor] = {}
 
-    def walk(node: object, path: tuple[str, ...]) -> object:
-        if isinstance(node, Tensor):
+    def walk(node: Any, path: tuple[str, ...]) -> object:
+        if isinstance(node, Tensor) and node.layout is torch.strided:
             key = name(path)
             while key in tensors:  # {"a": {"b": ...}, "a/b": ...}
                 key += "'"
             tensors[key] = node.detach()
             return {MARK: key}
         if isinstance(node, Mapping):
-            return {_plain(key, path): walk(value, (*path, str(key))) for key, value in node.items()}
+            return {_key(key, path): walk(value, (*path, str(key))) for key, value in node.items()}
         if isinstance(node, list | tuple) and not isinstance(node, torch.Size):
             parts = [walk(value, (*path, str(place))) for place, value in enumerate(node)]
             return parts if isinstance(node, list) else tuple(parts)
         numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(node, numpy.generic):
-            return _plain(node.item(), path)
-        if numpy is not None and isinstance(node, numpy.ndarray) and not node.dtype.hasobject:
-            data = torch.tensor(bytearray(node.tobytes()), dtype=torch.uint8)
+        if numpy is not None and isinstance(node, numpy.number | numpy.bool_):
+            return node.item()
+        if numpy is not None and type(node) is numpy.ndarray and node.dtype.kind in "biufcmMUS":
+            data = torch.frombuffer(bytearray(node.tobytes()), dtype=torch.uint8) if node.nbytes else torch.empty(0)
             return {ARRAY: [node.dtype.str, list(node.shape), walk(data, path)]}
         return _plain(node, path)
 
     buffer = io.BytesIO()
     torch.save(walk(tree, ()), buffer)
     return tensors, torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _key(key: Any, path: tuple[str, ...]) -> Any:
+    if key in (MARK, ARRAY):
+        raise TypeError(f"{'/'.join(path)} has a key {key!r}, which is a word of the checkpoint's own")
+    return _plain(key, path)
 
 
 def _plain(value: Any, path: tuple[str, ...]) -> Any:
@@ -55,7 +60,7 @@ def _plain(value: Any, path: tuple[str, ...]) -> Any:
     try:
         torch.save(value, buffer)
         return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+    except Exception as error:  # what pickling raises is up to the value
         raise TypeError(
             f"a checkpoint holds plain data: numbers, texts, tensors, arrays, and dicts, lists and tuples of them; "
             f"{'/'.join(path)} has a {type(value).__module__}.{type(value).__qualname__}, {value!r:.80}"
