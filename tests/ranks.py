@@ -21,13 +21,17 @@ Extra = ParamSpec("Extra")
 Result = TypeVar("Result")
 
 GROUP_TIMEOUT = timedelta(seconds=90)
+PATIENCE_SECONDS = 1.0  # of the ranks here: tests of peers that are gone wait for it
 
 
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from laconic import wire
+
     torch.set_num_threads(1)
+    wire.PATIENCE_SECONDS = PATIENCE_SECONDS
     while True:
         try:
             rank, world, store, fn, args, kwargs = pickle.loads(pipe.recv_bytes())

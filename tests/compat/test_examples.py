@@ -4,6 +4,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,6 +69,7 @@ def hierarchical(rank: int) -> None:
     assert equal == [step < 100 or step % 16 == 0 for step in range(200)]
 
 
+@pytest.mark.soak
 def test_hierarchical_averaging() -> None:
     ranks(4, hierarchical)
 

@@ -17,7 +17,7 @@ import laconic
 from laconic.composition import render
 from tests.laws.reducers import EVERY, NAMES
 from tests.models import Odd, build, chain, everywhere_equal, images, same_bits, vectors, weights
-from tests.ranks import last_ranks, ranks
+from tests.ranks import PATIENCE_SECONDS, last_ranks, ranks
 
 RECIPES = {
     "local_sgd": "local_sgd(4{})",
@@ -336,10 +336,10 @@ def broken(rank: int, name: str) -> float:
             assert isinstance(caught.value, ZeroDivisionError)
         return seconds
     finally:
-        laconic.wire.PATIENCE_SECONDS = 5.0
+        laconic.wire.PATIENCE_SECONDS = PATIENCE_SECONDS
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "streaming_diloco"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", pytest.param("streaming_diloco", marks=pytest.mark.soak)])
 def test_a_failure_inside_the_block_is_heard_of(name: str) -> None:
     failed, heard = last_ranks(2, broken, name)[::-1]
     assert failed < 10

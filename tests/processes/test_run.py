@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import laconic
 from laconic.wire import Ledger
 from tests.models import Odd, build, chain, everywhere_equal, images, same_bits, vectors, weights
-from tests.ranks import ranks
+from tests.ranks import PATIENCE_SECONDS, ranks
 
 
 def some_steps(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> None:
@@ -397,7 +397,7 @@ def slow_exit(rank: int) -> None:
                 run._engine.local.equalise = functools.partial(late, run._engine.local.equalise)  # type: ignore[method-assign]
         assert everywhere_equal(weights(module))
     finally:
-        laconic.wire.PATIENCE_SECONDS = 5.0
+        laconic.wire.PATIENCE_SECONDS = PATIENCE_SECONDS
 
 
 def test_a_slow_final_average_is_no_reason_to_worry() -> None:

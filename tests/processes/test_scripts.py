@@ -26,7 +26,7 @@ STRATEGIES = [
 ]  # fmt: skip
 PAIRS = [(name, strategy) for name in NAMES for strategy in STRATEGIES]
 # With the tests below, each script and each strategy once; the rest is in the soak.
-CHOSEN = {(NAMES[place], STRATEGIES[place]) for place in (1, 2)}
+CHOSEN = {(NAMES[place], STRATEGIES[place]) for place in (1,)}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -193,6 +193,7 @@ finally:
 """
 
 
+@pytest.mark.soak
 def test_an_error_in_a_script_that_cleans_up_is_not_taken_for_the_end(tmp_path: Path, launch: Launch) -> None:
     began = time.monotonic()
     assert launch("diloco(2)", written(tmp_path, FINALLY)).returncode == 7
@@ -223,6 +224,7 @@ model(torch.ones(1, 2)).sum().backward()
 """
 
 
+@pytest.mark.soak
 def test_a_script_that_goes_on_with_another_optimizer_and_leaves_files_open(tmp_path: Path) -> None:
     written(tmp_path, STAGES)
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "local_sgd(2)"}
@@ -335,6 +337,7 @@ def test_a_rehearsal_of_a_slow_link(tmp_path: Path, launch: Launch) -> None:
     assert "ZeroDivisionError" in done.stdout
 
 
+@pytest.mark.soak
 def test_of_two_ddps_the_first_is_attached(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
     command = [sys.executable, "-m", "laconic.script", str(written(tmp_path, TWO))]
