@@ -130,7 +130,8 @@ def test_a_script_that_saves_on_every_rank_resumes_to_the_bit(strategy: str, tmp
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("strategy", ["diloco(6)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[1:])])
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["diloco(6)", *STRATEGIES[1:]])
 def test_a_script_that_saves_on_the_first_rank_resumes_with_a_warning(strategy: str, tmp_path: Path, launch: Launch) -> None:
     script = SCRIPTS / "checkpoint_first.py"
     assert launch(strategy, script, str(tmp_path), "--die-at=13").returncode == 9
@@ -300,6 +301,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.soak
 def test_optimizers_built_before_and_after_are_attached_at_the_first_training_forward(tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "diloco(2)"}
     command = [sys.executable, "-m", "laconic.script", str(written(tmp_path, SEVERAL))]
