@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import laconic
 from laconic import wire
-from laconic.checkpoint import manifest, saving
+from laconic.checkpoint import loading, manifest, saving
 from laconic.checkpoint.tree import pack
 from tests.models import build, chain, same_bits, weights
 from tests.processes.test_checkpoint_edges import adamw, names, started, train
@@ -59,6 +60,28 @@ def one_sided(rank: int, folder: str) -> None:
 
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     ranks(2, one_sided, str(tmp_path))
+
+
+def unreadable_by_one(rank: int, folder: str) -> None:
+    model, optimizer, run = started("ddp()")
+    train(model, optimizer, rank, range(1))
+    laconic.checkpoint.save(folder, run=run)
+    before = weights(model)
+
+    def broken(*_: object) -> Any:
+        raise dcp.CheckpointException("read", {})  # no Exception, as torch has it
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(loading, "_read", broken)
+        with pytest.raises(ValueError, match="can't be read: CheckpointException"):
+            laconic.checkpoint.load(folder, run=run)
+    assert same_bits(before, weights(model))
+    run.detach()
+
+
+def test_what_one_rank_can_not_read_is_loaded_by_none(tmp_path: Path) -> None:
+    ranks(2, unreadable_by_one, str(tmp_path))
 
 
 def slow_and_apart(rank: int, folder: str) -> None:

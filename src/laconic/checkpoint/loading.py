@@ -75,7 +75,7 @@ def load(
         try:
             tree = _tree(folder, facts.world_size, group.rank, group.world)
             _check(tree, run, strict)
-        except Exception as error:  # whatever it is, no rank may wait for this one
+        except (Exception, dcp.CheckpointException) as error:  # whatever it is, no rank may wait for this one
             problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
         agree([], problem, group, device)
         _apply(tree, run, strict)
