@@ -19,6 +19,12 @@ from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
 # Exit code of a process that failed because another one did: `laconic run` passes on the first one's instead.
 LOST_A_PEER = 217
 
+REFUSED, FAILED = "refused", "failed"  # how a rank came to an agreement that has nothing to agree on
+
+
+class PeerError(RuntimeError):
+    """Another rank could not do its part."""
+
 
 class UnevenError(RuntimeError):
     """Ranks made different numbers of steps."""
@@ -41,7 +47,7 @@ def agree(facts: Sequence[str], problem: Exception | None, group: TorchGroup, de
     there is something to explain.
     """
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    status = "failed" if problem else digest
+    status = digest if problem is None else REFUSED if isinstance(problem, TypeError | ValueError) else FAILED
     rows = land(gather_texts(f"{uuid4().hex} {status}", device), group, Ledger())
     identity, statuses = rows[0].split()[0], [row.split()[1] for row in rows]
     if len(set(statuses)) == 1 and problem is None:
@@ -50,8 +56,10 @@ def agree(facts: Sequence[str], problem: Exception | None, group: TorchGroup, de
     reports = land(gather_texts(report, device), group, Ledger())
     if problem is not None:
         raise problem
-    if "failed" in statuses:
-        bad = [f"rank {group.members[rank]}: {reports[rank]}" for rank, status in enumerate(statuses) if status == "failed"]
+    bad = [f"rank {group.members[rank]}: {reports[rank]}" for rank, one in enumerate(statuses) if one in (REFUSED, FAILED)]
+    if FAILED in statuses:  # a disk that is full, say: nothing that anybody was given is wrong
+        raise PeerError("other ranks failed:\n  " + "\n  ".join(bad))
+    if bad:
         raise ValueError("other ranks were given something that can't be used:\n  " + "\n  ".join(bad))
     raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports, group.members)))
 

@@ -47,7 +47,7 @@ def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> l
         shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
         assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"
         if collectives[0].tensor.numel():
-            ledger.land(ledger.launch(collectives[0], world), 0.0)
+            ledger.launch(collectives[0], world)
         answers = _answers(collectives)
 
 

@@ -67,6 +67,7 @@ class Engine:
             self._dispatcher = Dispatcher.of(plan.ddp)
             self._dispatcher.target = self.hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
+        self._rounds = 0  # of the hook, when residuals of a former strategy were last looked at
         self._order: list[str] | None = None  # in which DDP's first backward made gradients ready, once that is known
         self._readiness: Readiness | None = None
         self._watch_order()
@@ -104,6 +105,7 @@ class Engine:
         before = self.local.syncs
         with self.during("averaging after the step"):
             self.local.after_step(step, self.meet)
+        self._drop_release()
         self.begin_step()
         syncs = self.local.syncs if self.strategy.averaging else step
         if self._check_every and syncs > (before if self.strategy.averaging else step - 1) and syncs % self._check_every == 0:
@@ -295,3 +297,17 @@ class Engine:
         """Residuals pass on to a reducer with error feedback; otherwise they go into its next exchange."""
         held = any("error" in slot for slot in self.memory.values())
         return Release(reducer) if held and "ErrorFeedback(" not in render(reducer) else reducer
+
+    def _drop_release(self) -> None:
+        """Once the residuals of a former strategy have been sent, go on without the wrapper that sends them.
+
+        Its collectives are those of the reducer inside, so a rank that had none to send may drop it before the others do.
+        """
+        if self.hook is None or not isinstance(self.hook.reducer, Release) or self.hook.rounds == self._rounds:
+            return
+        self._rounds = self.hook.rounds
+        if any(bool(slot["error"].any()) for slot in self.memory.values() if "error" in slot):
+            return  # a mean was not finite: they go into the next exchange
+        for slot in self.memory.values():
+            slot.pop("error", None)
+        self.hook.reducer = self.hook.reducer.inner

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from laconic import wire
 from laconic.bucket import Bucket, Slot
 from laconic.probe import Probe
 from laconic.reducers.base import Reducer
-from laconic.wire import PATIENCE_SECONDS, CommunicationError, Flight, Group, Ledger, Reduced
+from laconic.wire import CommunicationError, Flight, Group, Ledger, Reduced
 
 # A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
 DEPTH = 1
@@ -119,7 +120,7 @@ class GradientHook:
 
     def settle(self) -> None:
         """Forget the exchanges of a backward that never came to its end."""
-        if not self._abandon(PATIENCE_SECONDS):
+        if not self._abandon(wire.PATIENCE_SECONDS):
             warnings.warn(
                 "a backward failed while collectives were in the air, and a peer never launched its part of them; "
                 "destroy the process group before you communicate again",

@@ -163,7 +163,7 @@ class LocalUpdates:
         if not land(alike("\n".join(looks), self._device), group, self._control):
             raise ValueError(
                 f"the model's buffers have different shapes on different ranks, so they can't be averaged; here they are "
-                f"{', '.join(looks)}; attach with buffers='local' to leave them alone"
+                f"{', '.join(looks)}; a strategy with buffers='local' leaves them alone"
             )
         averager = ParameterAverager(buffers, ledger)
         match self._averaging.buffers:

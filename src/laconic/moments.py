@@ -1,7 +1,9 @@
 """The optimizers' memory: kept, averaged, reset, or made equal."""
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,14 @@ from laconic.averaging import ParameterAverager
 from laconic.wire import Ledger, TorchGroup, land
 
 COUNTER = "step"  # torch's own name for what counts steps, and is no mean of anything
+
+
+class Key(NamedTuple):
+    """Where a tensor of an optimizer's memory is. Parameters and keys may have any name, with spaces too."""
+
+    optimizer: int  # its number
+    parameter: str  # its name
+    key: str  # the optimizer's own, such as exp_avg
 
 
 class Moments:
@@ -37,54 +47,60 @@ class Moments:
         if policy == "average":
             self.average(group, None)
         elif policy in ("reset", "auto"):
-            for _, state in self._states():
+            for _, _, state in self._states():
                 for key, value in state.items():
                     if isinstance(value, Tensor) and (policy == "reset" or key == "momentum_buffer"):
                         value.zero_()
 
     def average(self, group: TorchGroup, keys: Sequence[str] | None) -> None:
         """The mean of what is remembered about single numbers, under these keys or all, where every rank has it."""
-        mine = {name: value for name, key, value in self._tensors() if key != COUNTER and (keys is None or key in keys)}
+        found = self._tensors()
+        mine = {at: value for at, value in found.items() if at.key != COUNTER and (keys is None or at.key in keys)}
         common = self._common(mine, group)
         if keys is not None and not common:
             warnings.warn(f"moments: no optimizer remembers {' or '.join(keys)} on every rank", stacklevel=2)
-        ParameterAverager({name: mine[name] for name in common}, self._ledger).average(group)
+        self._average({at: mine[at] for at in common}, group)
 
     def equalise(self, group: TorchGroup) -> None:
         """Everything becomes equal: the mean of numbers, the largest of counters; what not all ranks have is forgotten."""
-        common = self._common({name: value for name, _, value in self._tensors()}, group)
-        for name, state in self._states():
-            if any(isinstance(value, Tensor) and f"{name} {key}" not in common for key, value in state.items()):
+        common = self._common(self._tensors(), group)
+        for number, name, state in self._states():
+            if any(isinstance(value, Tensor) and Key(number, name, key) not in common for key, value in state.items()):
                 state.clear()
         # What a rank has just cleared, others may have parts of: the rest is compared once more.
-        mine = {name: value for name, _, value in self._tensors()}
+        mine = self._tensors()
         common = self._common(mine, group)
-        counted = {name: mine[name].round().long() for name in common if name.endswith(f" {COUNTER}")}
-        ParameterAverager({name: counted.get(name, mine[name]) for name in common}, self._ledger).average(group)
-        for name, count in counted.items():
-            mine[name].copy_(count)
+        counted = {at: mine[at].round().long() for at in common if at.key == COUNTER}
+        self._average({at: counted.get(at, mine[at]) for at in common}, group)
+        for at, count in counted.items():
+            mine[at].copy_(count)
 
     def forget_bad(self, names: Sequence[str]) -> None:
         """These parameters went back to an anchor; memory that is not finite would spoil them at the next step."""
-        for name, state in self._states():
+        for _, name, state in self._states():
             values = [value for value in state.values() if isinstance(value, Tensor)]
-            if name.split()[1] in names and not all(bool(value.isfinite().all()) for value in values):
+            if name in names and not all(bool(value.isfinite().all()) for value in values):
                 state.clear()
 
-    def _states(self) -> Iterator[tuple[str, dict[str, object]]]:
-        """(number of the optimizer and name of the parameter, what it remembers)."""
+    def _states(self) -> Iterator[tuple[int, str, dict[str, object]]]:
+        """(number of the optimizer, name of the parameter, what it remembers)."""
         for number, optimizer in enumerate(self._optimizers):
             for parameter, state in optimizer.state.items():
                 if id(parameter) in self._names:
-                    yield f"{number} {self._names[id(parameter)]}", state
+                    yield number, self._names[id(parameter)], state
 
-    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(full name, key, tensor)."""
-        for name, state in self._states():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    yield f"{name} {key}", key, value
+    def _tensors(self) -> dict[Key, Tensor]:
+        return {
+            Key(number, name, key): value
+            for number, name, state in self._states()
+            for key, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
-    def _common(self, mine: Mapping[str, Tensor], group: TorchGroup) -> list[str]:
-        everywhere = land(gather_texts("\n".join(mine), self._device), group, self._control)
-        return sorted(set(mine).intersection(*(names.split("\n") for names in everywhere)))
+    def _common(self, mine: Mapping[Key, Tensor], group: TorchGroup) -> list[Key]:
+        """What every rank has, in an order that all ranks have alike."""
+        everywhere = land(gather_texts(json.dumps(list(mine)), self._device), group, self._control)
+        return sorted(set(mine).intersection(*({Key(*at) for at in json.loads(text)} for text in everywhere)))
+
+    def _average(self, tensors: Mapping[Key, Tensor], group: TorchGroup) -> None:
+        ParameterAverager({str(at): tensor for at, tensor in tensors.items()}, self._ledger).average(group)

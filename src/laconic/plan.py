@@ -1,8 +1,10 @@
 """What a run is made of: the arguments of `attach`, checked before anything is changed."""
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +121,7 @@ def check(
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_whole(model)
     ddp = model if isinstance(model, DistributedDataParallel) else None
     module: nn.Module = ddp.module if ddp else model
     if ddp is None and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
@@ -139,7 +142,8 @@ def check(
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
     if scaler is not None and "step" in vars(scaler):
         raise ValueError("this GradScaler is attached to a run already; call its detach() first, or use one for each")
-    optimizers = [_check_optimizer(one, parameters) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = [_check_optimizer(unwrapped(one), parameters) for one in given]
     if not optimizers:
         raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
     if len({id(one) for one in optimizers}) < len(optimizers):
@@ -148,6 +152,32 @@ def check(
     if ddp is not None:
         _check_ddp(ddp, chosen)
     return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Refuse a model of which each rank holds a shard."""
+    # Importing these takes seconds; a model that needs them has imported them.
+    tensor, fsdp = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
+    shards = [name for name, p in model.named_parameters() if tensor is not None and isinstance(p, tensor.DTensor)]
+    wrapped = any(fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
+    if shards or wrapped:
+        what = f"{shards[0]} is a DTensor" if shards else "it has a FullyShardedDataParallel"
+        raise ValueError(
+            f"this {type(model).__name__} is sharded ({what}), and laconic can't attach to sharded models yet: each rank must "
+            "hold the whole model. Train it without laconic, or unsharded in a DistributedDataParallel"
+        )
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in a framework's wrapper, where the wrapper has no memory of its own.
+
+    Accelerate's and Lightning's pass the inner optimizer's `state` on as theirs. One with a state of its own, such as a
+    Lookahead, is the optimizer to attach.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and getattr(optimizer, "state", None) is inner.state:
+        return unwrapped(inner)
+    return optimizer
 
 
 def _check_ddp(ddp: DistributedDataParallel, strategy: Strategy) -> None:

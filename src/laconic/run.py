@@ -21,7 +21,7 @@ from laconic.composition import Strategy
 from laconic.dispatch import in_buffers
 from laconic.engine import Engine, Stop
 from laconic.groups import ASIDE, control_device
-from laconic.plan import attached, check, check_route, check_sharded
+from laconic.plan import attached, check, check_route, check_sharded, unwrapped
 from laconic.probe import Probe
 from laconic.spec import strategy as read
 from laconic.state import checked, tied_to_strategy, without_averaging
@@ -271,6 +271,7 @@ class Run:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Count the steps of another one over the same model; all ranks alike. If it shares parameters, it replaces."""
         self.require_live("add_optimizer")
+        optimizer = unwrapped(optimizer)
         self._engine.optimizers.append(optimizer)
         self._engine.clock.add(optimizer)
         attached.add(optimizer)

@@ -12,7 +12,6 @@ they cost is said here and nowhere else.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,46 +116,29 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
-@dataclass(slots=True)
-class Row:
-    """One collective in the ledger. Times are of `time.perf_counter`; None: not yet, or not known on this device."""
-
-    kind: str
-    payload_bytes: int
-    wire_bytes: int
-    world: int
-    launched: float
-    landed: float | None = None
-    wait_seconds: float | None = None
-
-
 @dataclass
 class Ledger:
-    """Counts every collective as it leaves and lands: totals for ever, single rows for the latest ones."""
+    """Counts every collective: totals alone, so that it takes the same room after a step and after a million."""
 
     kinds: dict[str, Traffic] = field(default_factory=dict)  # by kind of collective
     wait_seconds: float | None = 0.0  # time the thread stood still; None: unknown, because waiting doesn't block the host there
     work_seconds: float = 0.0  # in which exchanges encoded and decoded, on the host
-    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=4096))
 
     @property
     def total(self) -> Traffic:
         return sum(self.kinds.values(), Traffic())
 
-    def launch(self, collective: Collective, world: int) -> Row:
-        cost, kind = traffic(collective, world), type(collective).__name__
-        self.kinds[kind] = self.kinds.get(kind, Traffic()) + cost
-        row = Row(kind, cost.payload_bytes, cost.wire_bytes, world, time.perf_counter())
-        self.rows.append(row)
-        return row
+    def launch(self, collective: Collective, world: int) -> None:
+        """A collective leaves."""
+        kind = type(collective).__name__
+        self.kinds[kind] = self.kinds.get(kind, Traffic()) + traffic(collective, world)
 
-    def land(self, row: Row, waited: float | None) -> None:
-        row.landed = time.perf_counter()
-        row.wait_seconds = waited
-        if waited is None or self.wait_seconds is None:
+    def wait(self, seconds: float | None) -> None:
+        """The thread stood still so long for one; None: nobody knows."""
+        if seconds is None or self.wait_seconds is None:
             self.wait_seconds = None
         else:
-            self.wait_seconds += waited
+            self.wait_seconds += seconds
 
 
 class CommunicationError(RuntimeError):
@@ -298,10 +280,10 @@ class Flight(Generic[Answer]):
         if self._handle is None:
             return
         start = time.perf_counter()
-        with _explained(self._row):
+        with self._explained():
             self._answer = self._handle.wait()
         blocking = self._answer.device.type == "cpu"
-        self._ledger.land(self._row, time.perf_counter() - start if blocking else None)
+        self._ledger.wait(time.perf_counter() - start if blocking else None)
         self._handle = None
 
     def step(self) -> bool:
@@ -334,20 +316,20 @@ class Flight(Generic[Answer]):
             return
         finally:
             self._ledger.work_seconds += time.perf_counter() - began
-        self._row = self._ledger.launch(collective, self._group.world)
-        with _explained(self._row):
+        self._ledger.launch(collective, self._group.world)
+        self._sent = f"{type(collective).__name__} of {_nbytes(collective.tensor)} bytes among {self._group.world} ranks"
+        with self._explained():
             self._handle = self._group.launch(collective)
         self.launched += 1
 
-
-@contextmanager
-def _explained(row: Row) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_lost(error):
-            raise
-        raise CommunicationError(f"{row.kind} of {row.payload_bytes} bytes among {row.world} ranks failed: {error}") from error
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise CommunicationError(f"{self._sent} failed: {error}") from error
 
 
 def land(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:

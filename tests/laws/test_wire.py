@@ -1,5 +1,6 @@
 """Counting and the drivers, without processes."""
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -52,16 +53,16 @@ def nothing() -> Rounds[torch.Tensor]:
     yield AllReduce(torch.ones(1))
 
 
-def test_the_ledger_keeps_totals_for_ever_and_rows_for_a_while() -> None:
+def test_the_ledger_keeps_totals_and_nothing_else() -> None:
     ledger = Ledger()
-    for _ in range(5000):
-        ledger.land(ledger.launch(AllGather(torch.empty(2)), 3), 0.001)
+    ledger.launch(AllGather(torch.empty(2)), 3)
+    size = len(pickle.dumps(ledger))
+    for _ in range(4999):
+        ledger.launch(AllGather(torch.empty(2)), 3)
+        ledger.wait(0.001)
     assert ledger.total == Traffic(5000 * 8, 5000 * 16, 5000)
-    assert ledger.wait_seconds == pytest.approx(5.0)
-    assert len(ledger.rows) == 4096
-    row = ledger.rows[-1]
-    assert (row.kind, row.payload_bytes, row.wire_bytes, row.world) == ("AllGather", 8, 16, 3)
-    assert row.landed is not None
-    assert row.landed >= row.launched
-    ledger.land(ledger.launch(AllGather(torch.empty(2)), 3), None)
+    assert ledger.wait_seconds == pytest.approx(4.999)
+    assert len(pickle.dumps(ledger)) < size + 32, "it grows with what it counts"
+    ledger.wait(None)
+    ledger.wait(1.0)
     assert ledger.wait_seconds is None, "an unknown wait is not a wait of nothing"

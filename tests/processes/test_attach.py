@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.agreement import PeerError, agree
 from laconic.clock import Clock
+from laconic.plan import unwrapped
+from laconic.wire import TorchGroup
 from tests.models import build, chain, everywhere_equal, vectors, weights
 from tests.ranks import last_ranks, ranks
 
@@ -61,8 +65,18 @@ def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimize
     return model, sgd(model)
 
 
+def fully_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = chain(2)
+    fully_shard(model)
+    return model, sgd(model)
+
+
 CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]] = [
     (sharded, "diloco(2)", {}, ValueError, "takes steps apart, and a ZeroRedundancyOptimizer"),
+    (fully_sharded, "int8()", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded models"),
+    (fully_sharded, "diloco(2)", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded"),
     (bare_parameterless, "silent()", {}, ValueError, "ReLU has no parameters that are trained"),
     (lambda: pair(chain), "bf16()", {}, ValueError, "averages gradients, which needs a DistributedDataParallel"),
     (lambda: pair(lambda: build(chain)), "bf61()", {}, ValueError, "did you mean 'bf16'?"),
@@ -102,6 +116,71 @@ def refused(rank: int, case: int) -> None:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case[4][:40] for case in CASES])
 def test_bad_input_is_refused_on_every_rank(case: int) -> None:
     ranks(2, refused, case)
+
+
+def accelerated(optimizer: torch.optim.Optimizer) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare_optimizer(optimizer)
+
+
+def lightened(optimizer: torch.optim.Optimizer) -> Any:
+    from pytorch_lightning.core.optimizer import LightningOptimizer
+
+    return LightningOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("wrap", [accelerated, lightened])
+@pytest.mark.filterwarnings("ignore")  # the frameworks' own
+def test_a_frameworks_optimizer_stands_for_the_one_inside(wrap: Callable[[Any], Any], tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = build(chain)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        outside = wrap(inner)
+        assert outside is not inner
+        with laconic.attach(model, outside, "diloco(2)") as run:
+            assert run.optimizers == [inner]
+            for step in range(5):
+                model(vectors(0, step)).square().sum().backward()
+                inner.step()
+                inner.zero_grad()
+            assert (run.step, run.stats().syncs) == (5, 2)
+            laconic.checkpoint.save(tmp_path, run=run, optimizer=outside)
+    finally:
+        dist.destroy_process_group()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper with a state of its own: the inner optimizer's alone would lose it at a checkpoint."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+
+def test_an_optimizer_with_a_state_of_its_own_is_no_wrapper() -> None:
+    inner = sgd(chain())
+    outside = Lookahead(inner)
+    assert unwrapped(outside) is outside
+    assert unwrapped(inner) is inner
+
+
+def part_failed(rank: int) -> None:
+    group = TorchGroup(dist.group.WORLD)  # type: ignore[arg-type]
+    problem = OSError(28, "No space left on device") if rank == 0 else None
+    with pytest.raises(OSError if rank == 0 else PeerError) as caught:
+        agree([], problem, group, torch.device("cpu"))
+    if rank == 1:
+        assert str(caught.value) == "other ranks failed:\n  rank 0: OSError: [Errno 28] No space left on device"
+    with pytest.raises(
+        ValueError, match=r"^bad$" if rank == 1 else r"(?s)given something that can't be used:.*rank 1: ValueError"
+    ):
+        agree([], ValueError("bad") if rank == 1 else None, group, torch.device("cpu"))
+
+
+def test_a_full_disk_is_nothing_that_a_rank_was_given() -> None:
+    ranks(2, part_failed)
 
 
 def different(rank: int, what: str) -> str:

@@ -202,7 +202,13 @@ def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
     ranks(2, written, str(tmp_path), "ddp()", 1, chain, adamw)
     file = tmp_path / "step-00000001" / "manifest.json"
     good = file.read_text()
-    for change in [('"world_size": 2', '"world_size": 3'), ('"step": 1', '"step": 3'), ('"bytes"', '"bytez"')]:
+    for change in [
+        ('"format": 2', '"format": 3'),
+        ('"format": 2', '"format": 0'),
+        ('"world_size": 2', '"world_size": 3'),
+        ('"step": 1', '"step": 3'),
+        ('"bytes"', '"bytez"'),
+    ]:
         assert change[0] in good
         file.write_text(good.replace(*change))
         assert laconic.checkpoint.latest(tmp_path) is None
@@ -210,6 +216,11 @@ def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
             manifest.read(file.parent)
     file.write_text(json.dumps(json.loads(good)))  # other blanks, the same words
     assert laconic.checkpoint.latest(tmp_path) == file.parent
+    old = {**json.loads(good), "format": 1}
+    del old["checksum"]  # which format 1 did not have
+    file.write_text(json.dumps(old))
+    with pytest.raises(ValueError, match="has format 1, and this is laconic for format 2"):
+        laconic.checkpoint.latest(tmp_path)
 
 
 # What doesn't fit
@@ -247,6 +258,26 @@ def refused(rank: int, folder: str, text: str, make: Callable[[], nn.Module], op
 def test_what_does_not_fit_changes_nothing(text: str, then: Any, now: Any, said: str, tmp_path: Path) -> None:
     ranks(2, written, str(tmp_path), text, 3, *then)
     ranks(2, refused, str(tmp_path), text, now[0], now[1], said)
+
+
+def scaler_switched_on(rank: int, folder: str) -> None:
+    for enabled in (False, True):
+        model = build(chain)
+        optimizer = adamw(model)
+        run = laconic.attach(model, optimizer, "ddp()", scaler=torch.amp.GradScaler("cpu", enabled=enabled))
+        train(model, optimizer, rank, range(1 + enabled))
+        if not enabled:
+            laconic.checkpoint.save(folder, run=run)
+        else:
+            before = bits(model, [optimizer], run)
+            with pytest.raises(ValueError, match="GradScaler was disabled and has no scale to go on with"):
+                laconic.checkpoint.load(folder, run=run)
+            assert same_bits(before, bits(model, [optimizer], run)), "nothing is changed"
+        run.detach()
+
+
+def test_a_scaler_that_was_disabled_then_and_is_enabled_now(tmp_path: Path) -> None:
+    ranks(2, scaler_switched_on, str(tmp_path))
 
 
 def elsewhere(rank: int, folder: str, text: str, said: str) -> None:

@@ -64,6 +64,9 @@ def swapping(rank: int) -> None:
             optimizer.zero_grad()
             if step >= 9:
                 assert torch.allclose(start - model.module.weight, truth, atol=1e-3), "everything has been applied"
+                assert "error" not in run.state_dict()["memory"]["weight"], "what has been sent is not kept"
+                assert run._engine.hook is not None
+                assert run._engine.hook.reducer == laconic.Exact(), "nothing is left to release"
             else:
                 assert not torch.allclose(start - model.module.weight, truth, atol=1e-1)
 

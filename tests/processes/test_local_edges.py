@@ -3,13 +3,16 @@
 import copy
 import os
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic
+from laconic.moments import Moments
+from laconic.wire import Ledger
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.processes.test_local import adam, go, parameters
 from tests.ranks import ranks
@@ -68,6 +71,42 @@ def unlike_memory(rank: int) -> None:
 
 def test_memory_is_equal_before_gradients_are_averaged() -> None:
     ranks(2, unlike_memory)
+
+
+class Steps(torch.optim.Optimizer):
+    """Remembers under a key with a space, whose last word is a counter's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["last step"] = -0.01 * parameter.grad
+            parameter += state["last step"]
+
+
+def spaced(rank: int) -> None:
+    model = build(lambda: nn.ParameterDict({"a b": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(2))}))
+    optimizer = Steps(model)
+    with laconic.attach(model, optimizer, "local_sgd(3)") as run:
+        for _ in range(2):
+            torch.cat([parameter * (rank + 1.0) for parameter in model.parameters()]).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        run.swap("ddp()")
+        for parameter in model.parameters():
+            assert torch.allclose(optimizer.state[parameter]["last step"], torch.tensor(-0.015)), "the mean, no counter"
+    moments = Moments([optimizer], dict(model.module.named_parameters()), Ledger(), Ledger(), torch.device("cpu"))
+    optimizer.state[model.module["a b"]]["last step"].fill_(float("nan"))
+    moments.forget_bad(["a b"])
+    assert not optimizer.state[model.module["a b"]]
+    assert optimizer.state[model.module["b"]]
+
+
+def test_names_with_spaces() -> None:
+    ranks(2, spaced)
 
 
 def without_memory(rank: int) -> None:
@@ -167,7 +206,7 @@ def caches(rank: int) -> str:
 def test_buffers_that_differ_are_named() -> None:
     for rank, message in enumerate(ranks(2, caches)):
         assert f"cache ({3 + rank},)" in message
-        assert "buffers='local'" in message
+        assert "a strategy with buffers='local' leaves them alone" in message, "attach has no such argument"
 
 
 def recovers(rank: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.plan import unwrapped
 from laconic.run import Run
 
 
@@ -34,7 +35,7 @@ def check_own(run: Run, model: nn.Module | None, optimizer: object) -> None:
     """Refuse a model or optimizers that are not the run's."""
     if model is not None and bare(model) is not bare(run.model):
         raise ValueError(f"this {type(model).__name__} is not the model that the run is attached to")
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    given = [unwrapped(each) for each in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
     if optimizer is not None and [id(each) for each in given] != [id(each) for each in run.optimizers]:
         raise ValueError("these are not the optimizers that the run is attached to")
 

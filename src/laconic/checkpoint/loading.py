@@ -153,6 +153,11 @@ def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
                 )
     if (tree["scaler"] is None) != (run.scaler is None):
         raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
+    if run.scaler is not None and run.scaler.is_enabled() and not tree["scaler"]:
+        raise ValueError(
+            "the checkpoint's GradScaler was disabled and has no scale to go on with, and the run's is enabled; "
+            "attach with GradScaler(enabled=False), as it was saved"
+        )
     run.check_state(tree["run"], strict=strict)
 
 

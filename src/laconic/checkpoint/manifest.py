@@ -41,22 +41,10 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         with (folder / FILE).open("w") as file:
-            json.dump({**asdict(self), CHECKSUM: self._checksum()}, file, indent=1)
+            json.dump({**asdict(self), CHECKSUM: _checksum(asdict(self))}, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _checksum(self) -> str:
-        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> "Manifest":
-        """What was written, if it is still that to the letter."""
-        written = data.pop(CHECKSUM, None)
-        found = cls(**data)
-        if found._checksum() != written:
-            raise ValueError("its checksum is not the one that was written down")
-        return found
 
 
 def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, Any]]) -> Manifest:
@@ -65,6 +53,10 @@ def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, An
 
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     return Manifest(FORMAT, __version__, torch.__version__, platform.python_version(), now, step, world_size, strategy, files)
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 class FormatError(ValueError):
@@ -81,15 +73,18 @@ def read(folder: Path) -> Manifest:
         raise ValueError(f"{folder / FILE} is damaged: {error}") from error
     if not isinstance(data, dict) or "format" not in data:
         raise ValueError(f"{folder / FILE} is not a laconic checkpoint's")
+    # Before the format: a flipped bit there is damage, not another version. (Format 1 had no checksum; a later one keeps it.)
+    written = data.pop(CHECKSUM, None)
+    if written is not None and written != _checksum(data):
+        raise ValueError(f"{folder / FILE} is damaged: its checksum is not the one that was written down")
     if data["format"] != FORMAT:
         raise FormatError(
             f"{folder} has format {data['format']}, and this is laconic for format {FORMAT}; "
             f"it was written by laconic {data.get('laconic', '?')}"
         )
-    try:
-        return Manifest.of(data)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{folder / FILE} is damaged: {error}") from error
+    if written is None:
+        raise ValueError(f"{folder / FILE} is damaged: it has no {CHECKSUM}")
+    return Manifest(**data)
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
