@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # One thread a process: several ranks share the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# Two at a time: ranks wait for each other more than they compute, and one pytest alone keeps one core of two busy.
+PYTEST := $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
 
 .PHONY: demo test check soak bench pictures clean help
 help: ## What can be made
@@ -18,7 +20,7 @@ demo: $(VENV)/installed ## The main job: seven strategies side by side, 4 worker
 	$(RUN) -m laconic.cli compare --out laconic-compare
 
 test: $(VENV)/installed ## The tests
-	$(RUN) -m pytest -q
+	$(PYTEST)
 
 check: $(VENV)/installed ## Lint, types, layers
 	$(BIN)/ruff check .
@@ -27,7 +29,8 @@ check: $(VENV)/installed ## Lint, types, layers
 	$(BIN)/lint-imports
 
 soak: $(VENV)/installed ## Long matrices and repetitions
-	$(RUN) -m pytest -q -m soak --timeout 3600
+	$(PYTEST) -m 'soak and not alone' --timeout 3600
+	$(RUN) -m pytest -q -m 'soak and alone' --timeout 3600
 
 # The peers that benchmarks compare with live in a .venv of their own.
 $(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt

@@ -14,6 +14,7 @@ from tests.lab.test_link import needs_link
 
 @needs_link
 @pytest.mark.soak
+@pytest.mark.alone
 def test_a_step_of_ddp_lies_between_its_bounds_and_the_kernel_agrees() -> None:
     found = measure()
     least, most, measured = bounds(found)

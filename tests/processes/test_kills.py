@@ -22,8 +22,8 @@ STRATEGIES = [
 ]
 
 
-def command(folder: Path, strategy: str, steps: int, *more: str) -> list[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "--max-restarts=30"]
+def command(world: int, folder: Path, strategy: str, steps: int, *more: str) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=30"]
     script = [str(ROOT / "examples/resume.py"), str(folder), "--strategy", strategy, "--steps", str(steps), *more]
     return [*launch, "--monitor-interval=0.1", *script]
 
@@ -49,12 +49,11 @@ def workers(parent: int) -> list[int]:
     return found
 
 
-def disturbed(folder: Path, strategy: str, steps: int, kills: int, seed: int, *more: str) -> str:
+def disturbed(world: int, folder: Path, strategy: str, steps: int, kills: int, seed: int, *more: str) -> str:
     """Kill a worker so many times: in turn some random moments after a checkpoint has appeared, and in the middle of a save."""
     chance = random.Random(seed)
-    process = subprocess.Popen(
-        command(folder, strategy, steps, *more), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    launch = command(world, folder, strategy, steps, *more)
+    process = subprocess.Popen(launch, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     killed = 0
     try:
         for number in range(kills):
@@ -81,12 +80,11 @@ def _saved(folder: Path) -> list[Path]:
     return [entry for entry in folder.glob("step-*") if entry.suffix != ".partial"]
 
 
-def check(tmp_path: Path, strategy: str, kills: int, seed: int, *more: str) -> None:
+def check(world: int, tmp_path: Path, strategy: str, kills: int, seed: int, *more: str) -> None:
     steps = 120
-    calm = subprocess.run(
-        command(tmp_path / "calm", strategy, steps, *more), env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    output = disturbed(tmp_path / "disturbed", strategy, steps, kills, seed, *more)
+    launch = command(world, tmp_path / "calm", strategy, steps, *more)
+    calm = subprocess.run(launch, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    output = disturbed(world, tmp_path / "disturbed", strategy, steps, kills, seed, *more)
     assert weights(output) == weights(calm.stdout)
     left = sorted(entry.name for entry in (tmp_path / "disturbed").iterdir())
     assert left == sorted(entry.name for entry in (tmp_path / "calm").iterdir()), "no temporary ones, and the last one is there"
@@ -104,7 +102,7 @@ def _processes() -> list[str]:
 
 
 def test_two_kills(tmp_path: Path) -> None:
-    check(tmp_path, STRATEGIES[0], 2, 1)
+    check(2, tmp_path, STRATEGIES[0], 2, 1)
 
 
 @pytest.mark.soak
@@ -112,4 +110,4 @@ def test_two_kills(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("how", [(), ("--asynchronous",)], ids=["", "asynchronous"])
 def test_many_kills(strategy: str, how: tuple[str, ...], tmp_path: Path) -> None:
-    check(tmp_path, strategy, 3, 7, *how, "--every", "3")
+    check(4, tmp_path, strategy, 3, 7, *how, "--every", "3")
