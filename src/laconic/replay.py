@@ -28,6 +28,7 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
     indices = [averaged.index(name) for name in order]
     gradients = [parameter.grad for parameter in named.values()]
     reducer: Any = ddp.reducer
+    finalize: Any = ddp.finalize_backward if getattr(ddp, "require_manual_backward_finalization", False) else None
 
     def fire() -> None:
         for index in indices:
@@ -39,6 +40,8 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
         reducer.prepare_for_backward([])
         apply: Any = _InBackward.apply
         apply(torch.ones(1, requires_grad=True), fire).sum().backward()
+        if finalize is not None:  # since torch 2.15 a DDP may leave that to the user's loop, which knows nothing of this backward
+            finalize()
     for parameter, gradient in zip(named.values(), gradients, strict=True):
         parameter.grad = gradient
     return True

@@ -1,11 +1,13 @@
 """A resumed run is the same run, to the bit, for every strategy."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from tests.models import build, chain, same_bits, vectors, weights
@@ -136,3 +138,39 @@ def test_resume_on_three_ranks_at_any_step(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [*chosen(), *matrix()])
 def test_resume_of_everything(text: str, world: int, tmp_path: Path) -> None:
     check(world, text, tmp_path, [1, 5, 7])
+
+
+def finalized_by_hand(rank: int) -> None:
+    """A DDP whose backward the user's loop finalizes: the replay of the bucket order must not leave one open."""
+
+    def built() -> tuple[Any, Any, Any]:
+        model, optimizer, run = started("ddp()", rank)
+        model.require_manual_backward_finalization = True
+        return model, optimizer, run
+
+    def trained(model: Any, optimizer: Any, steps: range) -> list[Tensor]:
+        for step in steps:
+            model(vectors(rank, step)).square().mean().backward()
+            model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    model, optimizer, run = built()
+    trained(model, optimizer, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), run.state_dict()))
+    wanted = trained(model, optimizer, range(3, 6))
+    run.detach()
+    model, optimizer, run = built()
+    for part, state in zip((model, optimizer, run), saved, strict=True):
+        part.load_state_dict(state)
+    assert same_bits(trained(model, optimizer, range(3, 6)), wanted)
+    run.detach()
+
+
+@pytest.mark.skipif(
+    not hasattr(DistributedDataParallel, "require_manual_backward_finalization"),
+    reason=f"torch {torch.__version__} has no DistributedDataParallel.require_manual_backward_finalization (new in 2.15)",
+)
+def test_resume_where_backward_is_finalized_by_hand() -> None:
+    ranks(3, finalized_by_hand)
