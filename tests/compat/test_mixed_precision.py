@@ -28,7 +28,7 @@ def two_precisions(rank: int, reduce_dtype: torch.dtype) -> None:
     for name, parameter in layer.named_parameters():
         parameter._fp_param = full[name]  # type: ignore[attr-defined]
         parameter._mp_param = parameter.data  # type: ignore[attr-defined]
-    state = hooks._AllreduceUpcastHookState(weakref.ref(model), torch.Stream())
+    state = hooks._AllreduceUpcastHookState(weakref.ref(model), torch.Stream("cpu"))
     model.register_comm_hook(state, hooks._reducer_allreduce_and_upcast_hook)
     (x,) = noise(rank, (5, 6))
     model(x.bfloat16()).sum().backward()

@@ -55,7 +55,6 @@ def _apply_optim_in_backward_hook(
 
     Its state is a weak reference to the DDP. The gradients of those parameters are None after the backward.
     """
-    waiting = _OptimInBackwardHookState(torch.Stream(), False)
     pending: list[torch.futures.Future[torch.Tensor]] = []
 
     def apply_optim_in_backward_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -74,15 +73,14 @@ def _apply_optim_in_backward_hook(
             return flat
 
         def finish() -> None:
-            waiting.wait_for_optim_stream_enqueued = False
-            torch.futures.wait_all(pending)
-            pending.clear()
+            landing = pending.copy()
+            pending.clear()  # also where one has failed: the next backward begins anew
+            torch.futures.wait_all(landing)
             for parameter in ddp._module_parameters:
                 if hasattr(parameter, "_in_backward_optimizers"):
                     parameter.grad = None
 
-        if not waiting.wait_for_optim_stream_enqueued:
-            waiting.wait_for_optim_stream_enqueued = True
+        if not pending:  # the first bucket of this backward
             ddp.reducer._set_optimizer_in_backward()  # it then leaves gradients that are None as they are
             Variable._execution_engine.queue_callback(finish)
         pending.append(average(None, bucket, Exact()).then(step))
