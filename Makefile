@@ -7,9 +7,9 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two at a time: ranks wait for each other more than they compute, and one pytest alone keeps one core of two busy.
 PYTEST := $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
 
-.PHONY: demo test check soak bench pictures clean help
+.PHONY: demo test test-torch check soak bench pictures clean help
 help: ## What can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,24 @@ demo: $(VENV)/installed ## The main job: seven strategies side by side, 4 worker
 
 test: $(VENV)/installed ## The tests
 	$(PYTEST)
+
+# Another torch, in a .venv of its own. Its wheel brings what it needs in the versions it needs (with CUDA packages: about 3 GB),
+# so the pins of torch and of torch's own requirements don't hold there; all other pins do.
+TORCH_VENV := $(VENV)-torch-$(VERSION)
+TORCH_PINS := torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|setuptools|sympy|typing_extensions
+$(TORCH_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^($(TORCH_PINS))==' constraints.txt >$(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/python -m pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch==$(VERSION) --editable '.[dev]'
+	touch $@
+
+ifdef VERSION
+test-torch: $(TORCH_VENV)/installed
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q
+else
+test-torch: ## The tests on another torch: make test-torch VERSION=2.15.0
+	@echo "which torch? make test-torch VERSION=2.15.0" >&2; exit 2
+endif
 
 check: $(VENV)/installed ## Lint, types, layers
 	$(BIN)/ruff check .
@@ -47,4 +65,4 @@ pictures: $(VENV)/installed ## The pictures of README and docs, from what `make 
 	$(RUN) docs/pictures/draw_benchmarks.py
 
 clean: ## Remove what was built
-	rm -rf $(VENV) $(VENV)-bench laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-bench $(VENV)-torch-* laconic-compare build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
