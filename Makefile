@@ -22,8 +22,8 @@ demo: $(VENV)/installed ## The main job: seven strategies side by side, 4 worker
 test: $(VENV)/installed ## The tests
 	$(PYTEST)
 
-# Another torch, in a .venv of its own. Its wheel brings what it needs in the versions it needs (with CUDA packages: about 3 GB),
-# so the pins of torch and of torch's own requirements don't hold there; all other pins do.
+# Another torch, in a .venv of its own. Its wheel brings what it needs in the versions it needs (CUDA packages too: 3 GB to
+# download, 6 GB on disk), so the pins of torch and of torch's own requirements don't hold there; all other pins do.
 TORCH_VENV := $(VENV)-torch-$(VERSION)
 TORCH_PINS := torch|filelock|fsspec|Jinja2|MarkupSafe|mpmath|networkx|setuptools|sympy|typing_extensions
 $(TORCH_VENV)/installed: pyproject.toml constraints.txt

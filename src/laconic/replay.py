@@ -40,7 +40,7 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
         reducer.prepare_for_backward([])
         apply: Any = _InBackward.apply
         apply(torch.ones(1, requires_grad=True), fire).sum().backward()
-        if finalize is not None:  # since torch 2.15 a DDP may leave that to the user's loop, which knows nothing of this backward
+        if finalize is not None:  # since torch 2.15 a DDP may leave that to the user's loop, which knows nothing of this one
             finalize()
     for parameter, gradient in zip(named.values(), gradients, strict=True):
         parameter.grad = gradient
