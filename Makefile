@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread a process: several ranks share the cores.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two at a time: ranks wait for each other more than they compute, and one pytest alone keeps one core of two busy.
-PYTEST := $(RUN) -m pytest -q --numprocesses 2 --dist worksteal
+PYTEST := -m pytest -q --numprocesses 2 --dist worksteal
 
 .PHONY: demo test test-torch check soak bench pictures clean help
 help: ## What can be made
@@ -20,7 +20,7 @@ demo: $(VENV)/installed ## The main job: seven strategies side by side, 4 worker
 	$(RUN) -m laconic.cli compare --out laconic-compare
 
 test: $(VENV)/installed ## The tests
-	$(PYTEST)
+	$(RUN) $(PYTEST)
 
 # Another torch, in a .venv of its own. Its wheel brings what it needs in the versions it needs (CUDA packages too: 3 GB to
 # download, 6 GB on disk), so the pins of torch and of torch's own requirements don't hold there; all other pins do.
@@ -34,7 +34,7 @@ $(TORCH_VENV)/installed: pyproject.toml constraints.txt
 
 ifdef VERSION
 test-torch: $(TORCH_VENV)/installed
-	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -q
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python $(PYTEST)
 else
 test-torch: ## The tests on another torch: make test-torch VERSION=2.15.0
 	@echo "which torch? make test-torch VERSION=2.15.0" >&2; exit 2
@@ -47,7 +47,7 @@ check: $(VENV)/installed ## Lint, types, layers
 	$(BIN)/lint-imports
 
 soak: $(VENV)/installed ## Long matrices and repetitions
-	$(PYTEST) -m 'soak and not alone' --timeout 3600
+	$(RUN) $(PYTEST) -m 'soak and not alone' --timeout 3600
 	$(RUN) -m pytest -q -m 'soak and alone' --timeout 3600
 
 # The peers that benchmarks compare with live in a .venv of their own.
