@@ -42,14 +42,15 @@ def test_an_overflow_on_one_rank_skips_on_all_and_leaves_no_trace(name: str) -> 
     ranks(2, overflowing, f"{name}()" if name in ("fp16", "bf16", "int8", "int4", "fp8") else f"{name}(warmup=2)")
 
 
-def swapping(rank: int) -> None:
-    """What error feedback holds is not lost when another strategy takes over."""
+def swapping(rank: int, scaled: bool) -> None:
+    """What error feedback holds is not lost when another strategy takes over, whatever the loss is scaled by then."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(40, 30, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     start = model.module.weight.detach().clone()
     truth = torch.zeros_like(start)
-    with laconic.attach(model, optimizer, "topk(ratio=0.02, warmup=0)") as run:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=3, growth_factor=4.0, enabled=scaled)
+    with laconic.attach(model, optimizer, "topk(ratio=0.02, warmup=0)", scaler=scaler) as run:
         for step in range(12):
             if step == 5:
                 run.swap("powersgd(rank=1, warmup=0)")
@@ -57,10 +58,11 @@ def swapping(rank: int) -> None:
                 run.swap("ddp()")
             weight = torch.randn(30, 40, generator=torch.Generator().manual_seed(1000 * step + rank))
             loss = (model(torch.eye(40)) * weight.T).sum()
-            torch.autograd.backward(loss)
+            torch.autograd.backward(scaler.scale(loss))
             both = [torch.randn(30, 40, generator=torch.Generator().manual_seed(1000 * step + r)) for r in range(2)]
             truth += torch.stack(both).mean(0)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
             if step >= 9:
                 assert torch.allclose(start - model.module.weight, truth, atol=1e-3), "everything has been applied"
@@ -71,8 +73,9 @@ def swapping(rank: int) -> None:
                 assert not torch.allclose(start - model.module.weight, truth, atol=1e-1)
 
 
-def test_residuals_pass_on_at_a_swap_or_go_into_the_next_exchange() -> None:
-    ranks(2, swapping)
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "GradScaler"])
+def test_residuals_pass_on_at_a_swap_or_go_into_the_next_exchange(scaled: bool) -> None:
+    ranks(2, swapping, scaled)
 
 
 def short(rank: int) -> None:
