@@ -1,5 +1,6 @@
 """Rounds that are skipped by all ranks alike, and replicas that are not what they should be."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 import laconic
 from laconic import deltas
+from laconic.outliers import ENOUGH
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.ranks import ranks
 
@@ -61,6 +63,24 @@ def test_a_round_out_of_line_is_skipped(text: str, ends: int, delay: int, value:
     ranks(2, out_of_line, text, ends, delay, value)
 
 
+def resumed_before_a_jump(rank: int) -> None:
+    """A resumed run remembers how large the rounds before were: the first one after the resume can be out of line."""
+    model, optimizer, run = started("diloco(1, outlier=6.0)")
+    for step in range(ENOUGH):
+        step_once(model, optimizer, rank, step)
+    run.load_state_dict(copy.deepcopy(run.state_dict()))
+    if rank == 1:
+        with torch.no_grad():
+            next(model.parameters()).add_(100.0)
+    with pytest.warns(UserWarning, match=rf"the round of step {ENOUGH + 1} is skipped: replicas came"):
+        step_once(model, optimizer, rank, ENOUGH)
+    run.detach()
+
+
+def test_a_resumed_run_knows_what_was_in_line() -> None:
+    ranks(2, resumed_before_a_jump)
+
+
 def off_by_default(rank: int) -> None:
     model, optimizer, run = started("diloco(2)")
     for step in range(30):
@@ -81,32 +101,44 @@ def test_settings_that_make_no_sense() -> None:
         laconic.diloco(2, outlier=-1.0)
 
 
-def too_large_for_the_wire(rank: int) -> None:
-    """Deltas that are finite here and not in 16 bits, in two of many buckets: these go back, the others go on."""
+def too_large_for_the_wire(rank: int, text: str, delay: int) -> None:
+    """Deltas that are finite here and not in 16 bits, in two of many buckets: these go back, the others go on.
+
+    All the way back: neither `blend` nor `carry` keeps anything of such parameters.
+    """
     deltas.BUCKET_BYTES = 1100
     try:
-        model, optimizer, run = started("diloco(2, reducer=Cast('fp16'))")
+        model, optimizer, run = started(text)
     finally:
         deltas.BUCKET_BYTES = 25 << 20
     before = weights(model)
     step_once(model, optimizer, rank, 0)
-    with torch.no_grad():
-        for place in (0, 4):
-            list(model.parameters())[place].add_(1e5)
     with pytest.warns(UserWarning, match="a mean delta is not finite although each rank's was") as told:
-        step_once(model, optimizer, rank, 1)
+        for step in range(1, 2 + delay):
+            with torch.no_grad():  # a jump; and, with a delay, what a replica learns while the deltas are outstanding
+                for place in (0, 4):
+                    list(model.parameters())[place].add_(1e5 if step == 1 else 1.0)
+            step_once(model, optimizer, rank, step)
     assert len([one for one in told if "mean delta" in str(one.message)]) == 1
     assert run.stats().skipped == 1, "one round"
     same = [torch.equal(now, then) for now, then in zip(weights(model), before, strict=True)]
     assert same[0]
     assert same[4]
     assert not all(same)
-    assert everywhere_equal(weights(model))
+    assert everywhere_equal(weights(model)) == (delay == 0)
+    run.sync()
     run.detach()
 
 
-def test_deltas_too_large_for_the_wire_go_back() -> None:
-    ranks(2, too_large_for_the_wire)
+@pytest.mark.parametrize(
+    ("text", "delay"),
+    [
+        ("diloco(2, reducer=Cast('fp16'))", 0),
+        ("streaming_diloco(3, fragments=1, delay=1, blend=0.5, carry=True, reducer=Cast('fp16'))", 1),
+    ],
+)
+def test_deltas_too_large_for_the_wire_go_back(text: str, delay: int) -> None:
+    ranks(2, too_large_for_the_wire, text, delay)
 
 
 # Replicas
