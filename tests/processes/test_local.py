@@ -207,21 +207,22 @@ def test_the_optimizers_memory() -> None:
     ranks(2, moments)
 
 
-def wait_for_rate(rank: int) -> None:
+def wait_for_rate(rank: int, text: str) -> None:
     model = chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     equal = []
-    with laconic.attach(model, optimizer, "local_sgd(period=QSR(base=2, alpha=0.02))"):
+    with laconic.attach(model, optimizer, text):
         for step in go(model, optimizer, rank, range(24)):
             equal.append(everywhere_equal(weights(model)))
-            optimizer.param_groups[0]["lr"] = 0.01 if step < 7 else 0.006
+            optimizer.param_groups[0]["lr"] = (0.01 if step < 7 else 0.006) * (1 + rank)  # the first rank's holds for all
     # base at first, then (0.02 / 0.01)^2 = 4, from step 8 on at 0.006: 11
     synced = [step + 1 for step, same in enumerate(equal) if same]
     assert synced == [2, 6, 10, 21], synced
 
 
-def test_the_period_follows_the_learning_rate() -> None:
-    ranks(2, wait_for_rate)
+@pytest.mark.parametrize("reducer", ["Exact()", "Cast('bf16')"], ids=["parameters", "deltas"])
+def test_the_period_follows_the_learning_rate_of_the_first_rank(reducer: str) -> None:
+    ranks(2, wait_for_rate, f"local_sgd(period=QSR(base=2, alpha=0.02), reducer={reducer})")
 
 
 def on_nodes(rank: int, how: str) -> None:
@@ -294,6 +295,10 @@ def on_loan(rank: int) -> None:
         with run.consensus("anchor"):
             assert everywhere_equal(weights(model))
         assert same_bits(mine, weights(model))
+        for of in ("mean", "anchor"):
+            with pytest.raises(ZeroDivisionError), run.consensus(of):
+                raise ZeroDivisionError("in the user's evaluation")
+            assert same_bits(mine, weights(model)), "an exception gives back what was on loan"
         run.sync()
         assert everywhere_equal(weights(model))
         list(go(model, optimizer, rank, range(6, 7)))

@@ -228,3 +228,41 @@ def recovers(rank: int) -> None:
 
 def test_one_bad_batch_does_not_stop_training_for_ever() -> None:
     ranks(2, recovers)
+
+
+class Gaps(nn.Module):
+    """A parameter whose rows lie apart in memory, or not."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.empty_strided((16, 16), (stride, 1)).copy_(torch.randn(16, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def apart_in_memory(rank: int) -> None:
+    for text in (
+        "local_sgd(3)",
+        "local_sgd(3, atomic=False)",
+        "local_sgd(3, reducer=ErrorFeedback(Quantized(4)))",
+        "streaming_diloco(4, fragments=1, delay=2, blend=0.5, carry=True)",
+    ):
+        found = []
+        for stride in (16, 20):
+            model = Gaps(stride)
+            optimizer = adam(model)
+            with laconic.attach(model, optimizer, text) as run:
+                list(go(model, optimizer, rank, range(8)))
+                found += parameters(model)
+                with run.consensus():
+                    found += parameters(model)
+            found += parameters(model)
+            assert model.weight.stride() == (stride, 1)
+        assert same_bits(found[:3], found[3:]), text
+        assert everywhere_equal(found[-1:])
+
+
+def test_parameters_with_gaps_in_memory() -> None:
+    ranks(2, apart_in_memory)

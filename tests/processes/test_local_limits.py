@@ -151,28 +151,31 @@ def test_blocks_agree_when_they_are_due() -> None:
 
 
 def slow(rank: int) -> None:
-    """SlowMo, from the paper's formulas on numbers: u = beta u + (x0 - mean) / rate; x0 -= alpha rate u."""
+    """SlowMo, from the paper's formulas on numbers: u = beta u + (x0 - mean) / rate; x0 -= alpha rate u.
+
+    The ranks' rates decay differently; that of the first holds for all.
+    """
     parameter = nn.Linear(1, 1, bias=False)
     parameter.weight.data.fill_(1.0)
     optimizer = torch.optim.SGD(parameter.parameters(), lr=0.1, momentum=0.5)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, (0.8, 0.9)[rank])
     locals_, moments = [1.0, 1.0], [0.0, 0.0]
-    anchor, u, rate = 1.0, 0.0, 0.1
+    anchor, u, rates = 1.0, 0.0, [0.1, 0.1]
     with laconic.attach(parameter, optimizer, "slowmo(2, beta=0.6, alpha=0.9)"):
         for step in range(8):
             gradients = [(r + 1) * x for r, x in enumerate(locals_)]
             moments = [0.5 * m + g for m, g in zip(moments, gradients, strict=True)]
-            locals_ = [x - rate * m for x, m in zip(locals_, moments, strict=True)]
+            locals_ = [x - rate * m for x, rate, m in zip(locals_, rates, moments, strict=True)]
             if step % 2:
-                u = 0.6 * u + (anchor - sum(locals_) / 2) / rate
-                anchor -= 0.9 * rate * u
+                u = 0.6 * u + (anchor - sum(locals_) / 2) / rates[0]
+                anchor -= 0.9 * rates[0] * u
                 locals_, moments = [anchor, anchor], [0.0, 0.0]
             torch.autograd.backward((0.5 * (rank + 1) * parameter.weight**2).sum())
             optimizer.step()
             optimizer.zero_grad()
             assert parameter.weight.item() == pytest.approx(locals_[rank], rel=1e-5)
             scheduler.step()
-            rate *= 0.8
+            rates = [rates[0] * 0.8, rates[1] * 0.9]
 
 
 def test_slow_momentum_is_in_units_of_the_learning_rate() -> None:
@@ -190,7 +193,8 @@ def identical(rank: int) -> None:
         "scalar": torch.tensor(0.3).bfloat16(),
         "empty": torch.empty(0, dtype=torch.bfloat16),
         "image": torch.randn(4, 3, 5, 5).bfloat16().to(memory_format=torch.channels_last),
-        "gaps": torch.randn(6, 8).bfloat16()[:, ::2],
+        "every second": torch.randn(6, 8).bfloat16()[:, ::2],  # one flat view, with gaps
+        "gaps": torch.randn(6, 9).bfloat16()[:, ::2],  # no flat view at all
         "counter": torch.tensor(7),
     }
     single = torch.randn(1_500_000)
@@ -204,11 +208,15 @@ def identical(rank: int) -> None:
     assert pointers == {name: tensor.data_ptr() for name, tensor in tensors.items()}
     assert tensors["image"].is_contiguous(memory_format=torch.channels_last)
 
-    mixed = {name: (tensor + rank).clone() for name, tensor in tensors.items()}
-    ParameterAverager(mixed, Ledger()).average(group)
-    assert everywhere_equal(list(mixed.values()))
-    assert mixed["counter"] == 7 + group.world - 1, "of counters, the largest"
-    assert torch.allclose(mixed["gaps"].float(), tensors["gaps"].float() + 1, atol=0.02)
+    for atomic in (False, True):
+        mixed = copy.deepcopy(tensors)  # strides and all
+        for tensor in mixed.values():
+            tensor.add_(rank)
+        ParameterAverager(mixed, Ledger()).average(group, atomic=atomic)
+        assert everywhere_equal(list(mixed.values()))
+        assert mixed["counter"] == 7 + group.world - 1, "of counters, the largest"
+        assert mixed["gaps"].stride() == (9, 2)
+        assert torch.allclose(mixed["gaps"].float(), tensors["gaps"].float() + 1, atol=0.02)
 
 
 def test_averaging_identical_replicas_changes_no_bit() -> None:
