@@ -1,5 +1,6 @@
 """Models and loops that tests share."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,28 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
     """Equal to the bit, NaN for NaN."""
     pairs = list(zip(left, right, strict=True))
     return all(a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b)) for a, b in pairs)
+
+
+def everything(model: nn.Module, optimizers: list[Any], run: Any) -> dict[str, Any]:
+    """All that a run is, as it is now: weights, the optimizers' state, the communication state with its counters."""
+    optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
+    return copy.deepcopy({"model": dict(model.state_dict()), "optimizers": optimizer_states, "run": run.state_dict()})
+
+
+def difference(left: Any, right: Any, where: str = "state") -> str | None:
+    """The first place where two trees of plain data are not the same, tensors to the bit; None: they are."""
+    if type(left) is not type(right):
+        return f"{where}: {left!r} is no {type(right).__name__}"
+    if isinstance(left, Tensor):
+        return None if same_bits([left], [right]) else f"{where}: {left} is not {right}"
+    if isinstance(left, dict) and left.keys() == right.keys():
+        found = (difference(left[key], right[key], f"{where}[{key!r}]") for key in left)
+    elif isinstance(left, list | tuple) and len(left) == len(right):
+        pairs = enumerate(zip(left, right, strict=True))
+        found = (difference(mine, other, f"{where}[{place}]") for place, (mine, other) in pairs)
+    else:
+        return None if left == right else f"{where}: {left!r} is not {right!r}"
+    return next((one for one in found if one is not None), None)
 
 
 def _bits(tensor: Tensor) -> Tensor:

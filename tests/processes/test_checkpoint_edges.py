@@ -1,5 +1,6 @@
 """Checkpoints in unusual hands: odd data, odd directories, runs that change or fail on the way."""
 
+import copy
 import json
 import re
 import warnings
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.checkpoint import manifest
-from tests.models import build, chain, same_bits, vectors, weights
-from tests.processes.test_resume import _collect as collect
+from tests.models import build, chain, difference, everything, vectors
 from tests.ranks import ranks
 
 Made = Callable[[nn.Module], Any]
@@ -38,13 +38,6 @@ def train(model: Any, optimizer: Any, rank: int, steps: range) -> None:
         model(vectors(rank, step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def bits(model: nn.Module, optimizers: Any, run: Any) -> list[Tensor]:
-    found = [*weights(model)]
-    for state in ([optimizer.state_dict() for optimizer in optimizers], run.state_dict()):
-        collect(state, found)
-    return found
 
 
 def names(folder: str | Path) -> list[str]:
@@ -239,10 +232,10 @@ def sgd(model: nn.Module) -> Any:
 def refused(rank: int, folder: str, text: str, make: Callable[[], nn.Module], optimizer: Made, said: str) -> None:
     model, made, run = started(text, make, optimizer)
     train(model, made, rank, range(1))
-    before = bits(model, [made], run)
+    before = everything(model, [made], run)
     with pytest.raises(ValueError, match=said):
         laconic.checkpoint.load(folder, run=run)
-    assert same_bits(before, bits(model, [made], run))
+    assert difference(everything(model, [made], run), before) is None
     run.sync()
     run.detach()
 
@@ -317,22 +310,23 @@ class Wide(nn.Module):
         return out
 
 
-def wide(rank: int, folder: str) -> list[Tensor]:
+def wide(rank: int, folder: str) -> dict[str, Any]:
     model, optimizer, run = started("ddp()", Wide)
     if laconic.checkpoint.latest(folder):
         laconic.checkpoint.load(folder, run=run)
     else:
         train(model, optimizer, rank, range(3))
         laconic.checkpoint.save(folder, run=run)
-    found = [*weights(model)]
-    collect(optimizer.state_dict(), found)
+    found = everything(model, [optimizer], run)
     run.detach()
     return found
 
 
 def test_another_world_takes_what_all_had_alike_as_it_is(tmp_path: Path) -> None:
     before, after = ranks(3, wide, str(tmp_path)), ranks(2, wide, str(tmp_path))
-    assert all(same_bits(found, before[0]) for found in after)
+    for rank, found in enumerate(after):
+        found["run"].update(world=3)
+        assert difference(found, before[rank]) is None
 
 
 # Runs that change on the way
@@ -361,7 +355,7 @@ def two(model: nn.Module) -> list[Any]:
     return [torch.optim.AdamW(parameters[::2], lr=0.01), torch.optim.SGD(parameters[1::2], lr=0.05, momentum=0.9)]
 
 
-def changing(rank: int, make: Any, optimizer: Any, texts: list[str], folder: str, saves: list[int], at: int) -> list[Tensor]:
+def changing(rank: int, make: Any, optimizer: Any, texts: list[str], folder: str, saves: list[int], at: int) -> dict[str, Any]:
     """Ten iterations; after four, the other strategy; with two optimizers they take turns. From `at` on, if it is not 0."""
     model = build(make)
     made = optimizer(model)
@@ -377,7 +371,7 @@ def changing(rank: int, make: Any, optimizer: Any, texts: list[str], folder: str
         model.zero_grad()
         if number == 3 and len(texts) == 2:
             run.swap(texts[1])
-    found = bits(model, made, run)
+    found = everything(model, made, run)
     run.sync()
     run.detach()
     return found
@@ -396,7 +390,8 @@ def test_resumed_twice(world: int, make: Any, optimizer: Any, texts: list[str], 
     wanted = ranks(world, changing, make, optimizer, texts, str(tmp_path), saves, 0)
     for at, again in ((saves[0], saves[1:]), (saves[1], [])):
         found = ranks(world, changing, make, optimizer, texts, str(tmp_path), again, at)
-        assert all(same_bits(mine, theirs) for mine, theirs in zip(found, wanted, strict=True)), f"resumed at {at}"
+        unlike = difference(found, wanted, f"resumed at {at}, rank")
+        assert unlike is None, unlike
 
 
 def counted(rank: int) -> None:
@@ -469,17 +464,14 @@ def own_checkpoint(rank: int, folder: str) -> None:
     train(model, optimizer, rank, range(3))
     dcp.save({"laconic": laconic.checkpoint.RankState(run)}, checkpoint_id=f"{folder}/ranked")
     dcp.save({"laconic": run}, checkpoint_id=f"{folder}/bare")
-    wanted: list[Tensor] = []
-    collect(run.state_dict(), wanted)
+    wanted = copy.deepcopy(run.state_dict())
     run.sync()
     run.detach()
     _, _, run = started(LOSSY)
     with pytest.raises(ValueError, match=r"save laconic.checkpoint.RankState\(run\)"):
         dcp.load({"laconic": run}, checkpoint_id=f"{folder}/bare")
     dcp.load({"laconic": laconic.checkpoint.RankState(run)}, checkpoint_id=f"{folder}/ranked")
-    found: list[Tensor] = []
-    collect(run.state_dict(), found)
-    assert same_bits(found, wanted)
+    assert difference(run.state_dict(), wanted) is None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # replicas differ
         run.detach()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import laconic
-from tests.models import everywhere_equal, same_bits, weights
+from tests.models import difference, everything, everywhere_equal, same_bits, weights
 from tests.ranks import ranks
 
 
@@ -133,6 +133,7 @@ def resumes(rank: int, reducer: str, cut: int) -> None:
         kept = io.BytesIO()
         torch.save([run.state_dict(), model.state_dict(), optimizer.state_dict()], kept)
         steps(model, optimizer, rank, range(cut, 20))
+        wanted = everything(model, [optimizer], run)
     kept.seek(0)
     states = torch.load(kept)  # weights_only, as is its default
     other = deep()
@@ -143,6 +144,8 @@ def resumes(rank: int, reducer: str, cut: int) -> None:
         other.load_state_dict(states[1])
         run.load_state_dict(states[0])
         steps(other, again, rank, range(cut, 20))
+        unlike = difference(everything(other, [again], run), wanted)
+        assert unlike is None, unlike
     assert same_bits(weights(model), weights(other))
 
 
