@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -379,6 +380,32 @@ def trained(rank: int, cap: float, save_at: int, how: str, steps: int = 12) -> l
 def test_resume_with_other_buckets(cap: float, how: str) -> None:
     straight, resumed = ranks(2, trained, 0.001, -1, "")[0], ranks(2, trained, cap, 7, how)[0]
     assert close(resumed, straight, 1e-6), "other buckets move all-reduce rounding only"
+
+
+def cold(rank: int, save_at: int, how: str) -> list[Tensor]:
+    """The same gradient in every step, and a new Q for it."""
+    state, model = powered("laconic", (24, 18), use_error_feedback=False, warm_start=False, start_powerSGD_iter=0)
+    found = []
+    for step in range(4):
+        if step == save_at:
+            saved = pickle.loads(pickle.dumps(state)) if how == "whole" else state.state_dict()
+            if how != "in place":
+                state, model = powered("laconic", (24, 18), use_error_feedback=False, warm_start=False, start_powerSGD_iter=0)
+            if how == "whole":
+                model = linear((24, 18))
+                model.register_comm_hook(state := saved, module("laconic", PATH).powerSGD_hook)
+            else:
+                state.load_state_dict(saved)
+            assert state.state_dict()["rounds"] == step, "also before the first backward"
+        found += averaged(model, noise(1, (24, 18)))
+    return found
+
+
+@pytest.mark.parametrize("how", ["whole", "state_dict", "in place"])
+def test_a_cold_q_is_new_in_every_step_and_goes_on_after_loading(how: str) -> None:
+    (straight,), (resumed,) = ranks(1, cold, -1, ""), ranks(1, cold, 2, how)
+    assert not any(close([left], [right]) for left, right in pairwise(straight))
+    assert same_bits(resumed, straight)
 
 
 def saved_and_loaded(rank: int, library: str) -> None:

@@ -194,3 +194,42 @@ def test_uncompressed_parameters_of_a_bf16_model_stay_exact() -> None:
         assert torch.equal(got, torch.stack([row[1].float() for row in inputs]).mean(0).bfloat16())
     assert all(not slots["p1"]["error"].any() for slots in memory)
     assert max(float(slots["p0"]["error"].norm()) for slots in memory) < 200, "a residual, no random walk"
+
+
+RANDOM = [
+    laconic.PowerSGD(1, min_compression_rate=1, warm_start=False),
+    laconic.BatchedPowerSGD(1, warm_start=False),
+    laconic.RandomK(1e-4),
+    laconic.Quantized(4, rounding="stochastic"),
+]
+
+
+@pytest.mark.parametrize("reducer", RANDOM, ids=str)
+def test_what_is_drawn_differs_by_round_parameter_and_seed(reducer: Reducer) -> None:
+    one = tensors([(40, 30)], 0)[0]
+    rounds = [mean(reducer, [[one, one]], step=step) for step in range(4)]
+    other_seed = mean(replace(reducer, seed=1), [[one, one]])  # type: ignore[call-arg]
+    found = [*(part for each in rounds for part in each.view(2, -1)), *other_seed.view(2, -1)]
+    for place, left in enumerate(found):
+        assert not any(torch.allclose(left, right, atol=1e-4) for right in found[:place])
+
+
+LONG = laconic.Quantized(8, block=1 << 21)  # a block is longer than a piece
+
+
+@pytest.mark.parametrize(
+    ("reducer", "off"),
+    [(laconic.Quantized(8), 0.01), (laconic.Quantized(4), 0.2), (laconic.Float8(), 0.15), (LONG, None)],
+    ids=str,
+)
+def test_every_block_of_a_large_bucket_has_its_own_scale(reducer: Reducer, off: float | None) -> None:
+    """Buckets are encoded in pieces of 2^20 numbers. These grow smoothly, so that another block's scale is far off."""
+    sizes = (3, 2_300_000, 700, 1_100_005)  # for each of two ranks: several pieces of one run, and several runs
+    values = torch.linspace(0, 20, sum(sizes)).exp()
+    inputs = [list(torch.split(values * (1 + rank), sizes)) for rank in range(2)]
+    results, _ = run(reducer, inputs, [{}, {}], 0, feedback=True)
+    got, truth = results[0].mean, values * 1.5
+    lost = torch.stack([result.error for result in results if result.error is not None]).mean(0)
+    size = truth if off is not None else truth.max()
+    assert ((got - truth) / size).abs().max() < (off or 0.01)
+    assert ((got + lost - truth) / size).abs().max() < 1e-5
