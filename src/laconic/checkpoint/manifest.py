@@ -184,7 +184,8 @@ def prune(newest: Path, keep: int) -> None:
     """Remove old checkpoints beside the one just written, so that `keep` whole ones are left."""
     others = [folder for folder in checkpoints(newest.parent) if folder != newest and _usable(folder)]
     for folder in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(folder)
+        # Under a name that `sweep` removes: a kill in the middle leaves no half of a checkpoint that nobody ever removes.
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.{0:08x}{PARTIAL}")))
 
 
 def _usable(folder: Path) -> bool:
