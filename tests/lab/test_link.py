@@ -88,6 +88,40 @@ def test_a_limit_is_a_limit_and_the_kernel_counts() -> None:
     assert 4_000_000 < int(words["kernel"]) < 4_400_000
 
 
+SHARED = """
+import os, socket, time
+from threading import Thread
+rank, size, now = int(os.environ["RANK"]), 1_000_000, time.monotonic  # one clock for all processes of a machine
+def receive(peer, left):
+    while left: left -= len(peer.recv(min(left, 1 << 16)))
+def all_at_once(task, *more):
+    threads = [Thread(target=task, args=[peer, *more]) for peer in peers]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+if rank == 0:
+    server = socket.create_server((os.environ["MASTER_ADDR"], 5000))
+    peers = [server.accept()[0] for _ in range(2)]
+    start = now(); all_at_once(socket.socket.sendall, b"go"); all_at_once(receive, size); down = now()
+    all_at_once(socket.socket.sendall, bytes(size)); all_at_once(receive, 2)
+    print(down - start, now() - down, flush=True)
+else:
+    for _ in range(200):
+        try: peer = socket.create_connection((os.environ["MASTER_ADDR"], 5000)); break
+        except OSError: time.sleep(0.05)
+    receive(peer, 2); peer.sendall(bytes(size)); receive(peer, size); peer.sendall(b"ok")
+"""
+
+
+@needs_link
+def test_what_one_host_gets_from_several_and_sends_to_several_shares_its_cable() -> None:
+    output, code = run(SHARED, 3, LIMITED)
+    assert code == 0, output
+    # Twice 1 MB by the first host's cable are 0.8 s, less the bursts; if only the others' cables were limited, 0.4 s.
+    down, up = map(float, output.split())
+    assert down > 0.65
+    assert up > 0.65
+
+
 @needs_link
 def test_hosts_see_their_own_cable_alone() -> None:
     code = "print([line.split(':')[0].strip() for line in open('/proc/self/net/dev')][2:])"

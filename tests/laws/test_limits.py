@@ -208,7 +208,7 @@ RANDOM = [
 def test_what_is_drawn_differs_by_round_parameter_and_seed(reducer: Reducer) -> None:
     one = tensors([(40, 30)], 0)[0]
     rounds = [mean(reducer, [[one, one]], step=step) for step in range(4)]
-    other_seed = mean(replace(reducer, seed=1), [[one, one]])  # type: ignore[call-arg]
+    other_seed = mean(replace(reducer, seed=1), [[one, one]])  # type: ignore[type-var]
     found = [*(part for each in rounds for part in each.view(2, -1)), *other_seed.view(2, -1)]
     for place, left in enumerate(found):
         assert not any(torch.allclose(left, right, atol=1e-4) for right in found[:place])
@@ -224,7 +224,7 @@ LONG = laconic.Quantized(8, block=1 << 21)  # a block is longer than a piece
 )
 def test_every_block_of_a_large_bucket_has_its_own_scale(reducer: Reducer, off: float | None) -> None:
     """Buckets are encoded in pieces of 2^20 numbers. These grow smoothly, so that another block's scale is far off."""
-    sizes = (3, 2_300_000, 700, 1_100_005)  # for each of two ranks: several pieces of one run, and several runs
+    sizes = [3, 2_300_000, 700, 1_100_005]  # for each of two ranks: several pieces of one run, and several runs
     values = torch.linspace(0, 20, sum(sizes)).exp()
     inputs = [list(torch.split(values * (1 + rank), sizes)) for rank in range(2)]
     results, _ = run(reducer, inputs, [{}, {}], 0, feedback=True)
