@@ -25,13 +25,13 @@ class Clock:
         self._ahead: dict[int, int] = {}  # steps made beyond the clock's
         self._owner: dict[int, int] = {}  # of each parameter, by ids
         self._handles: list[RemovableHandle] = []
-        self._scaler = scaler
-        self._scaling = False
+        self.scaling = False  # inside a `scaler.step` that counts already
+        self._scaler_step: _ScalerStep | None = None
         for optimizer in optimizers:
             self.add(optimizer)
         if scaler is not None:
-            self._scaler_step = scaler.step
-            scaler.step = self._scaled_step  # type: ignore[method-assign]  # GradScaler has no hooks of its own
+            self._scaler_step = _ScalerStep.of(scaler)
+            self._scaler_step.clocks.append(self)
 
     def add(self, optimizer: Optimizer) -> None:
         """Count this one's steps, too."""
@@ -63,28 +63,62 @@ class Clock:
         """Count no further, and leave optimizers and scaler as they were."""
         for handle in self._handles:
             handle.remove()
-        if self._scaler is not None:
-            vars(self._scaler).pop("step", None)
+        if self._scaler_step is not None:
+            self._scaler_step.drop(self)
+            self._scaler_step = None
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether it counts this one's steps."""
+        return id(optimizer) in self._kin
 
     def _stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not self._scaling:
-            self._count(optimizer)
+        if not self.scaling:
+            self.count(optimizer)
 
-    def _scaled_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        known = id(optimizer) in self._kin
-        self._scaling = known  # of a wrapper around one of ours, the inner step is what counts
-        try:
-            loss = self._scaler_step(optimizer, *args, **kwargs)
-        finally:
-            self._scaling = False
-        if known:
-            self._count(optimizer)
-        return loss
-
-    def _count(self, optimizer: Optimizer) -> None:
+    def count(self, optimizer: Optimizer) -> None:
+        """It has made a step, or its scaler has skipped it."""
         self._ahead[self._kin[id(optimizer)]] += 1
         if all(self._ahead.values()):
             for key in self._ahead:
                 self._ahead[key] -= 1
             self.step += 1
             self._tick()
+
+
+class _ScalerStep:
+    """Stands for a GradScaler's `step`, which has no hooks of its own, while clocks count its calls.
+
+    One scaler may serve several runs: two models that are trained in turns share one as a rule.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.clocks: list[Clock] = []
+        self._scaler, self._step = scaler, scaler.step
+
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler) -> "_ScalerStep":
+        """The scaler's, put in its place now if it is the first time."""
+        present = vars(scaler).get("step")
+        if not isinstance(present, cls):
+            present = cls(scaler)
+            scaler.step = present  # type: ignore[method-assign]
+        return present
+
+    def __call__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        counting = [clock for clock in self.clocks if clock.knows(optimizer)]
+        for clock in counting:  # of a wrapper around one of theirs, the inner step is what counts
+            clock.scaling = True
+        try:
+            loss = self._step(optimizer, *args, **kwargs)
+        finally:
+            for clock in counting:
+                clock.scaling = False
+        for clock in counting:
+            clock.count(optimizer)
+        return loss
+
+    def drop(self, clock: "Clock") -> None:
+        """This one counts no further; after the last one, the scaler is as it was."""
+        self.clocks.remove(clock)
+        if not self.clocks:
+            vars(self._scaler).pop("step", None)

@@ -53,6 +53,11 @@ class Dispatcher:
         return cls._of[ddp]
 
     @classmethod
+    def knows(cls, ddp: DistributedDataParallel) -> bool:
+        """Whether this DDP has one already."""
+        return ddp in cls._of
+
+    @classmethod
     def refusal(cls, ddp: DistributedDataParallel) -> str | None:
         """Why this DDP can't be given a dispatcher, or None."""
         if ddp in cls._of:

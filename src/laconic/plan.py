@@ -140,8 +140,6 @@ def check(
         raise ValueError(f"check_every must be a number of syncs, or 0 for never, got {check_every!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}")
-    if scaler is not None and "step" in vars(scaler):
-        raise ValueError("this GradScaler is attached to a run already; call its detach() first, or use one for each")
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     optimizers = [_check_optimizer(unwrapped(one), parameters) for one in given]
     if not optimizers:

@@ -52,3 +52,25 @@ def test_a_step_through_a_scaler_counts_once_also_by_a_wrapper(wrapped: bool) ->
         scaler.step(Wrapper(inner) if wrapped else inner)  # type: ignore[arg-type]
         scaler.update()
     assert clock.step == 3
+
+
+def test_one_scaler_may_serve_two_clocks() -> None:
+    models, scaler = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.amp.GradScaler("cpu")
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    first, second = (Clock([optimizer], scaler, lambda: None) for optimizer in optimizers)
+
+    def step(*which: int, x: float = 1.0) -> None:
+        for one in which:
+            scaler.scale(models[one](torch.full((1, 2), x)).sum()).backward()
+            scaler.step(optimizers[one])
+            optimizers[one].zero_grad()
+        scaler.update()
+
+    step(0, 1)
+    step(1)
+    first.stop()
+    step(0, 1, x=float("inf"))  # skipped, and counted
+    assert (first.step, second.step) == (1, 3)
+    second.stop()
+    step(0, 1)
+    assert (first.step, second.step, "step" in vars(scaler)) == (1, 3, False)

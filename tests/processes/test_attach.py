@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.agreement import PeerError, agree
-from laconic.clock import Clock
 from laconic.plan import unwrapped
 from laconic.wire import TorchGroup
 from tests.models import build, chain, everywhere_equal, vectors, weights
@@ -47,12 +46,6 @@ def bare_parameterless() -> tuple[nn.Module, torch.optim.Optimizer]:
 def doubled() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     model = build(chain)
     return model, [sgd(model)] * 2
-
-
-def taken_scaler() -> torch.amp.GradScaler:
-    scaler = torch.amp.GradScaler("cpu")
-    Clock([], scaler, lambda: None)
-    return scaler
 
 
 def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -92,7 +85,6 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]]
     (doubled, "ddp()", {}, ValueError, "an optimizer is given twice"),
     (lambda: pair(lambda: nn.Sequential(build(chain))), "silent()", {}, ValueError, "a DistributedDataParallel inside"),
     (lambda: pair(lambda: build(chain, static_graph=True)), "silent()", {}, ValueError, "attach ddp() for a step and swap"),
-    (lambda: pair(lambda: build(chain)), "ddp()", {"scaler": taken_scaler()}, ValueError, "this GradScaler is attached"),
     (lambda: pair(lambda: build(lambda: nn.Embedding(5, 3, sparse=True))), "bf16()", {}, ValueError, "sparse gradients"),
 ]
 
