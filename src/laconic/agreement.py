@@ -7,7 +7,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from uuid import uuid4
 
 import torch
@@ -129,6 +129,7 @@ class RollCall:
         self._rank, self._members = rank, members
         self._limit_seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs lack it
         self._left = False
+        self._loads = 0  # that all ranks have made together
 
     def report(self, state: str, *, drifted: bool = False) -> None:
         """Let the others know where this rank is."""
@@ -143,7 +144,9 @@ class RollCall:
             raise UnevenError(f"another rank has ended: the process group's store is gone ({error})") from error
 
     def worry(self) -> None:
-        """A collective takes long: raise if a peer that it needs has gone."""
+        """A collective takes long: raise if a peer that it needs has gone, or waits for this rank to load a state."""
+        if not self._left and self._loaders():
+            self._refuse_load()
         seen = self.seen()
         gone = any(rank != self._rank for rank in seen)
         if _failed(seen) if self._left else gone:
@@ -155,6 +158,38 @@ class RollCall:
         seen = self.seen()
         if any(rank != self._rank and report.state.startswith("failed") for rank, report in seen.items()):
             raise UnevenError(self._sentence(advise=False))
+
+    def await_loads(self) -> None:
+        """This rank has loaded a state in mid-run: wait until all have, raise where another goes on without.
+
+        In the store, because a rank that knows nothing of a load is on its way into other collectives. It finds out there.
+        """
+        self._store.set(f"load {self._loads} {self._rank}", str(self.step))
+        start, pause = time.monotonic(), 0.001
+        while len(self._loaders()) < len(self._members):
+            if self.seen() or time.monotonic() - start > self._limit_seconds:
+                self._refuse_load()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        self._loads += 1
+
+    def _loaders(self) -> dict[int, int]:
+        """Ranks that have loaded a state since all did so together, and after which step."""
+        keys = {rank: f"load {self._loads} {rank}" for rank in range(len(self._members))}
+        try:
+            return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        except RuntimeError as error:
+            raise UnevenError(f"another rank has ended: the process group's store is gone ({error})") from error
+
+    def _refuse_load(self) -> NoReturn:
+        self.report(f"is in step {self.step + 1}")
+        loaders = self._loaders()
+        having = ", ".join(str(member) for rank, member in enumerate(self._members) if rank in loaders)
+        others = ", ".join(str(member) for rank, member in enumerate(self._members) if rank not in loaders)
+        raise UnevenError(
+            f"after step {min(loaders.values())} rank {having} loaded an optimizer's state, rank {others} did not: "
+            "load it on all ranks, or on none"
+        )
 
     def leave(self, *, drifted: bool, may_differ: bool) -> bool:
         """Report, wait until all have left, raise if they don't fit together; whether any rank has drifted."""

@@ -91,6 +91,8 @@ class AutoRun:
 
     def load(self, state: dict[str, Any]) -> None:
         """The script has loaded this in mid-run: go on from there. An error on all ranks if only some did."""
+        assert self.run is not None
+        self.run.await_loads()
         self._load_agreed(state)
 
     def _load_agreed(self, state: dict[str, Any] | None) -> None:

@@ -356,6 +356,11 @@ class Run:
             return False
         return True
 
+    def await_loads(self) -> None:
+        """Before a `load_state_dict` in mid-run that other ranks may not know of: an error on all where some don't."""
+        self.require_live("load_state_dict")
+        self._engine.roll.await_loads()
+
     def adopt_first(self) -> None:
         """Every replica becomes the first rank's; all ranks together."""
         self.require_live("adopt_first")
