@@ -65,9 +65,9 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def everything(model: nn.Module, optimizers: list[Any], run: Any) -> dict[str, Any]:
-    """All that a run is, as it is now: weights, the optimizers' state, the communication state with its counters."""
-    optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
-    return copy.deepcopy({"model": dict(model.state_dict()), "optimizers": optimizer_states, "run": run.state_dict()})
+    """All that a run is, as it is now: weights, the optimizers' and the scaler's state, the run's with its counters."""
+    state = {"model": dict(model.state_dict()), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    return copy.deepcopy({**state, "scaler": run.scaler and run.scaler.state_dict(), "run": run.state_dict()})
 
 
 def difference(left: Any, right: Any, where: str = "state") -> str | None:

@@ -255,11 +255,9 @@ def on_nodes(rank: int, how: str) -> None:
         os.environ.update(before)
 
 
-@pytest.mark.parametrize(
-    "how", ["torchrun", *(pytest.param(how, marks=pytest.mark.soak) for how in ("local world size", "auto", "mesh"))]
-)
+@pytest.mark.parametrize("how", ["torchrun", "local world size", "mesh", pytest.param("auto", marks=pytest.mark.soak)])
 def test_gradients_within_nodes(how: str) -> None:
-    last_ranks(4, on_nodes, how)
+    ranks(4, on_nodes, how)
 
 
 def inside_and_between(rank: int) -> None:

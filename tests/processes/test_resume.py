@@ -13,7 +13,7 @@ import laconic
 from tests.models import build, chain, difference, everything, same_bits, vectors, weights
 from tests.ranks import ranks
 
-STEPS = 9
+STEPS = 10
 # Each reducer and each recipe at least once; the whole matrix is in the soak.
 REDUCERS = [
     "Exact()", "Cast('bf16')", "Quantized(8)", "ErrorFeedback(Quantized(4))", "ErrorFeedback(PowerSGD(2))",
@@ -23,7 +23,7 @@ REDUCERS = [
 ]  # fmt: skip
 RECIPES = [
     "ddp(reducer={})", "diloco(4, reducer={})", "streaming_diloco(4, fragments=2, delay=2, reducer={})",
-    "slowmo(3, reducer={})", "local_sgd(3, reducer={})", "post_local_sgd(warmup=2, period=3)",
+    "slowmo(5, reducer={})", "local_sgd(3, reducer={})", "post_local_sgd(warmup=2, period=3)",
     "hierarchical_sgd({{2: 2, 4: 'world'}})", "local_sgd(period=QSR(base=2, alpha=0.1), moments='average')",
     "sparseloco(4)", "powersgd(rank=2, warmup=3)", "silent()",
 ]  # fmt: skip
@@ -44,53 +44,60 @@ def matrix() -> list[str]:
     return sorted(set(every) - set(chosen()))
 
 
-def started(text: str, rank: int) -> tuple[Any, Any, Any]:
+def started(text: str, scaled: bool) -> tuple[Any, Any, Any]:
     model = build(chain)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, optimizer, laconic.attach(model, optimizer, text)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scaled else None
+    return model, optimizer, laconic.attach(model, optimizer, text, scaler=scaler)
 
 
-def step_once(model: Any, optimizer: Any, rank: int, step: int) -> None:
+def step_once(model: Any, optimizer: Any, run: Any, rank: int, step: int) -> None:
     noise = torch.randn(3)  # a step may draw random numbers
-    (model(vectors(rank, step)).square().mean() + (model(vectors(rank, step)).mean(0) * noise).sum()).backward()
-    optimizer.step()
+    loss = model(vectors(rank, step)).square().mean() + (model(vectors(rank, step)).mean(0) * noise).sum()
+    if run.scaler is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        run.scaler.scale(loss * (float("inf") if (rank, step) == (1, 3) else 1.0)).backward()
+        run.scaler.step(optimizer)
+        run.scaler.update()
     optimizer.zero_grad()
 
 
-def straight(rank: int, text: str, folder: str, saves: list[int]) -> dict[str, Any]:
+def straight(rank: int, text: str, folder: str, saves: list[int], scaled: bool) -> dict[str, Any]:
     """Train to the end, with checkpoints on the way, which must change nothing."""
     torch.manual_seed(100 + rank)
-    model, optimizer, run = started(text, rank)
+    model, optimizer, run = started(text, scaled)
     saved = {}
     for step in range(STEPS):
         if step in saves:
             saved[step] = everything(model, [optimizer], run)
             laconic.checkpoint.save(folder, run=run, keep=None, extra={"step": step, "rank": rank})
-        step_once(model, optimizer, rank, step)
+        step_once(model, optimizer, run, rank, step)
     found = everything(model, [optimizer], run)
     run.sync()
     run.detach()
     return {"saved": saved, "end": found, "after a sync": weights(model)}
 
 
-def resumed(rank: int, text: str, folder: str, at: int) -> dict[str, Any]:
+def resumed(rank: int, text: str, folder: str, at: int, scaled: bool) -> dict[str, Any]:
     torch.manual_seed(55)
-    model, optimizer, run = started(text, rank)
+    model, optimizer, run = started(text, scaled)
     loaded = laconic.checkpoint.load(Path(folder) / f"step-{at:08d}", run=run)
     assert (loaded.step, loaded.extra) == (at, {"step": at, "rank": rank})
     saved = {at: everything(model, [optimizer], run)}
     for step in range(at, STEPS):
-        step_once(model, optimizer, rank, step)
+        step_once(model, optimizer, run, rank, step)
     found = everything(model, [optimizer], run)
     run.sync()
     run.detach()
     return {"saved": saved, "end": found, "after a sync": weights(model)}
 
 
-def check(world: int, text: str, folder: Path, saves: list[int]) -> None:
-    wanted = ranks(world, straight, text, str(folder), saves)
+def check(world: int, text: str, folder: Path, saves: list[int], scaled: bool = False) -> None:
+    wanted = ranks(world, straight, text, str(folder), saves, scaled)
     for at in saves:
-        found = ranks(world, resumed, text, str(folder), at)
+        found = ranks(world, resumed, text, str(folder), at, scaled)
         for rank in range(world):
             expected = {**wanted[rank], "saved": {at: wanted[rank]["saved"][at]}}
             unlike = difference(found[rank], expected, f"{text}, resumed at {at}, rank {rank}: ")
@@ -100,6 +107,11 @@ def check(world: int, text: str, folder: Path, saves: list[int]) -> None:
 @pytest.mark.parametrize("text", chosen())
 def test_resume(text: str, tmp_path: Path) -> None:
     check(2, text, tmp_path, [5])
+
+
+def test_resume_with_a_grad_scaler(tmp_path: Path) -> None:
+    """It has skipped a step before the checkpoint, and is about to grow: in mid-count."""
+    check(2, "ddp(reducer=ErrorFeedback(TopK(0.05)))", tmp_path, [5], scaled=True)
 
 
 @pytest.mark.parametrize(
