@@ -1,5 +1,7 @@
 """What sixteen bits on the wire promise."""
 
+import math
+
 import pytest
 import torch
 
@@ -26,6 +28,12 @@ def test_fp16_takes_numbers_n_times_as_large_as_the_mean(values: tuple[float, ..
 def test_fp16_keeps_small_numbers_as_torch_does(accumulate: str) -> None:
     got = mean(Cast("fp16", accumulate=accumulate), *[torch.tensor([1e-6])] * 8)  # type: ignore[arg-type]
     assert got.item() == pytest.approx(1e-6, rel=0.06)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_fp16_shrinks_no_more_than_the_world_needs(world: int) -> None:
+    smallest = torch.tensor([2.0**-24 * 2 ** math.ceil(math.log2(world))])
+    assert torch.equal(mean(Cast("fp16"), *[smallest] * world), smallest)
 
 
 @both

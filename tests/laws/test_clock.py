@@ -32,6 +32,15 @@ def test_optimizers_of_different_parameters_make_one_step_together() -> None:
     assert (clock.step, clock.between) == (1, False)
 
 
+def test_a_clock_goes_on_in_the_middle_of_a_step() -> None:
+    one, other = (torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1) for _ in range(2))
+    clock = Clock([one, other], None, lambda: None)
+    clock.set(7, [1, 0])
+    assert (clock.ahead, clock.between) == ([1, 0], True)
+    other.step()
+    assert (clock.step, clock.between) == (8, False)
+
+
 class Wrapper:
     """As some optimizers around others are: no torch.optim.Optimizer itself."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -233,3 +234,41 @@ def test_every_block_of_a_large_bucket_has_its_own_scale(reducer: Reducer, off: 
     size = truth if off is not None else truth.max()
     assert ((got - truth) / size).abs().max() < (off or 0.01)
     assert ((got + lost - truth) / size).abs().max() < 1e-5
+
+
+def test_ranks_round_independently() -> None:
+    reducer, one = laconic.Quantized(4, rounding="stochastic"), tensors([(3000,)], 0)
+    results, _ = run(reducer, [one] * 3, [{}, {}, {}], 0, feedback=True)
+    left, right = (result.error[2000:] for result in results[:2] if result.error is not None)  # the third rank's to sum
+    assert not torch.equal(left, right), "else roundings add up instead of levelling out"
+
+
+@pytest.mark.parametrize("kind", [laconic.TopK, laconic.RandomK])
+@pytest.mark.parametrize(("size", "ratio", "count"), [(25, 0.1, 3), (20, 0.1, 2), (3, 0.1, 1), (10, 0.7, 7)])
+def test_how_many_entries_are_sent(kind: type[laconic.TopK | laconic.RandomK], size: int, ratio: float, count: int) -> None:
+    sent = mean(kind(ratio), [[torch.arange(1.0, size + 1)]]).nonzero().flatten().tolist()
+    assert len(sent) == count
+    if kind is laconic.RandomK:
+        gaps = {(after - before) % size for before, after in pairwise([*sent, sent[0]])} if count > 1 else {0}
+        assert max(gaps) - min(gaps) <= 1, "evenly spaced"
+
+
+def test_what_decays_is_what_was_left_out() -> None:
+    reducer, memory = ErrorFeedback(laconic.TopK(0.25), decay=0.5), [{}]  # type: ignore[var-annotated]
+    assert mean(reducer, [[torch.tensor([4.0, 2, -1, 0.5])]], memory).tolist() == [4, 0, 0, 0]
+    assert mean(reducer, [[torch.zeros(4)]], memory, 1).tolist() == [0, 1, 0, 0]
+    assert mean(reducer, [[torch.zeros(4)]], memory, 2).tolist() == [0, 0, -0.25, 0]
+
+
+@pytest.mark.parametrize("kind", [laconic.PowerSGD, laconic.AlternatingPowerSGD])
+def test_matrices_are_sent_as_factors_where_that_saves_more_than_the_rate(kind: type[Reducer]) -> None:
+    for rate, shape, saves in [
+        (2, (4, 4), False),
+        (2, (4, 5), True),
+        (1, (2, 2), False),
+        (1, (2, 3), True),
+        (1.9, (4, 4), True),
+    ]:
+        reducer = kind(rank=1, min_compression_rate=rate)  # type: ignore[call-arg]
+        _, ledger = run(reducer, [tensors([shape], 0)], [{}], 0)
+        assert (ledger.total.payload_bytes < 4 * shape[0] * shape[1]) == saves, (rate, shape)

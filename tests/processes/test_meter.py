@@ -211,6 +211,12 @@ def test_what_is_not_finite_is_null_and_shown(tmp_path: Path) -> None:
     assert "ValueError: no" in run_page.page(records)
 
 
+def test_means_are_over_all_steps_or_the_last_ones() -> None:
+    record = runs.RankRecord(START, steps=[{"a": 1.0, "b": None}, {"a": 2.0, "b": 2.0}, {"a": 6.0, "b": 4.0}])
+    assert [record.mean("a"), record.mean("a", 2), record.mean("a", 9)] == [3, 4, 3]
+    assert [record.mean("b"), record.mean("b", 2)] == [None, 3]
+
+
 def test_a_run_is_watched_while_it_goes_on_and_after_its_end(tmp_path: Path) -> None:
     file = tmp_path / "rank-0.jsonl"
     file.write_text(json.dumps(START) + "\n" + row(kind="step", step=1, time=0.0, seconds=0.5) + '{"kind": "st')
