@@ -1,8 +1,11 @@
 """What `laconic.auto` does, on live ranks; tests/processes/test_scripts.py has whole scripts."""
 
 import atexit
+import copy
 import io
+import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from typing import Any
@@ -73,3 +76,79 @@ def test_a_load_in_mid_run_on_some_ranks_is_an_error_on_all_that_names_them(text
         others = ", ".join(str(rank) for rank in range(3) if rank != which)
         assert f"after step 3 rank {which} loaded an optimizer's state, rank {others} did not" in sentence
         assert "load it on all ranks, or on none" in sentence
+
+
+def numbers(state: Any) -> Any:
+    """A state whose parts can be compared by `==`."""
+    if isinstance(state, dict):
+        return {key: numbers(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [numbers(value) for value in state]
+    return state.tolist() if isinstance(state, Tensor) else state
+
+
+def rolling_back(rank: int, text: str) -> None:
+    """Twice, to one checkpoint: nothing of the steps in between is left."""
+
+    def train(detours: tuple[int, ...]) -> tuple[list[Tensor], dict[str, Any]]:
+        model, optimizer = build()
+        for number in range(14):
+            step(model, optimizer, number)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if "delay" in text:
+            assert saved[1]["laconic"]["local"]["deltas"]["air"], "an exchange is outstanding"
+        for steps in detours:
+            for number in range(50, 50 + steps):
+                step(model, optimizer, number)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        for number in range(14, 25):
+            step(model, optimizer, number)
+        last: dict[str, Any] = copy.deepcopy(optimizer.state_dict()["laconic"])
+        assert auto._auto is not None
+        auto._auto.finish()
+        return weights(model), last
+
+    with installed(text):
+        straight, state = train(())
+        back, another = train((5, 3))
+    assert same_bits(straight, back)
+    assert numbers(another) == numbers(state)
+
+
+@pytest.mark.parametrize("text", ["streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", "powersgd(rank=1, warmup=2)"])
+def test_a_script_that_rolls_back_in_mid_run_goes_on_as_if_it_had_not_gone_further(text: str) -> None:
+    ranks(2, rolling_back, text)
+
+
+def what_it_says(rank: int) -> list[str]:
+    """Lines after a wrapper that loads its optimizer's own state, a state without ours, and the first rank's on all."""
+    said = []
+    with installed("powersgd(rank=1, warmup=0)") as lines, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as many scripts do
+        model, optimizer = build()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # what AcceleratedOptimizer does when it is built
+        step(model, optimizer, 0)
+        said.append(lines.getvalue())
+        ours = optimizer.state_dict()
+        optimizer.load_state_dict({key: value for key, value in ours.items() if key != "laconic"})
+        step(model, optimizer, 1)
+        said.append(lines.getvalue())
+        states = [optimizer.state_dict()]
+        dist.broadcast_object_list(states)
+        optimizer.load_state_dict(states[0])
+        step(model, optimizer, 2)
+        said.append(lines.getvalue())
+        assert auto._auto is not None
+        auto._auto.finish()
+    assert "RANK" not in os.environ
+    return [text[len(before) :] for before, text in zip(["", *said], said, strict=False)]
+
+
+def test_losses_are_lines_of_the_first_rank_and_a_fresh_state_is_none() -> None:
+    (attached, bare, one_for_all), silence = ranks(2, what_it_says)
+    assert silence == ["", "", ""], "RANK is not set here: it is the process group that knows"
+    assert attached.startswith("laconic: powersgd(rank=1, warmup=0) is attached to Sequential (163 parameters) and AdamW, 2 ranks")
+    assert attached.count("\n") == 1
+    assert "the optimizer's state that was loaded has nothing of powersgd(rank=1, warmup=0)" in bare
+    assert "laconic: all ranks loaded the state of rank 0" in one_for_all
