@@ -1,7 +1,10 @@
 """Importing the package is free, and its names are what they say."""
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 import laconic
 
@@ -30,3 +33,27 @@ def test_packages_come_with_the_first_use_of_their_names() -> None:
     code += "laconic.compat.optim.PostLocalSGDOptimizer; "
     code += "laconic.compat.model_averaging.averagers.PeriodicModelAverager; laconic.checkpoint.save"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LINE = "laconic: LACONIC_STRATEGY=int8() has no effect here: start the script by `laconic run`"
+ATTACH = "try: laconic.attach(0, 0, 0)\nexcept RuntimeError: pass"
+COMMAND = "import runpy, sys; sys.argv = ['laconic', '--help']; runpy.run_module('laconic.cli', run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import laconic", ["end", LINE]),
+        (f"import laconic\n{ATTACH}", [LINE, "end"]),
+        ("import laconic.auto", ["end"]),
+        (COMMAND, []),
+    ],
+    ids=["no use of it", "attach", "auto", "the command line"],
+)
+def test_a_strategy_in_the_environment_that_nobody_reads_gets_a_line(code: str, said: list[str]) -> None:
+    environment = {**os.environ, "LACONIC_STRATEGY": "int8()"}
+    code += "\nimport sys; print('end', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    lines = [line for line in done.stderr.splitlines() if line == "end" or "LACONIC_STRATEGY" in line]
+    assert len(lines) == len(said), done.stderr
+    assert all(line.startswith(wanted) for line, wanted in zip(lines, said, strict=True)), done.stderr

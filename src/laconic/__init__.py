@@ -3,7 +3,9 @@
 Importing this package imports nothing else: each name brings its module when it is first used.
 """
 
+import atexit
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -142,3 +144,9 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "LACONIC_STRATEGY" in os.environ:
+    from laconic.variable import explain_unread as _explain_unread
+
+    atexit.register(_explain_unread)  # whether `import laconic.auto` follows is not known before

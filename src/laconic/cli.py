@@ -8,8 +8,12 @@ try:
 except ImportError as error:
     raise SystemExit("the command line needs typer and rich: pip install 'laconic[lab]'") from error
 
+from laconic.variable import expect_no_effect
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+expect_no_effect()  # of LACONIC_STRATEGY: no script is trained in this process
 
 app = typer.Typer(
     help="PyTorch data-parallel training that talks less: which strategy, for your model, over your link?",

@@ -26,6 +26,7 @@ from laconic.probe import Probe
 from laconic.spec import strategy as read
 from laconic.state import checked, tied_to_strategy, without_averaging
 from laconic.stats import Observer, Stats
+from laconic.variable import explain_unread
 from laconic.wire import CommunicationError, TorchGroup, land
 
 
@@ -63,6 +64,7 @@ def attach(
     (3, 60)
     >>> torch.distributed.destroy_process_group()
     """
+    explain_unread()
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group() first"

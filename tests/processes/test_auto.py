@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
+import laconic
 from laconic import UnevenError, auto
 from tests.models import same_bits, weights
 from tests.ranks import last_ranks, ranks
@@ -50,7 +51,8 @@ def build() -> tuple[DistributedDataParallel, Optimizer]:
 
 def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
-    nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+    loss: Any = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -148,7 +150,25 @@ def what_it_says(rank: int) -> list[str]:
 def test_losses_are_lines_of_the_first_rank_and_a_fresh_state_is_none() -> None:
     (attached, bare, one_for_all), silence = ranks(2, what_it_says)
     assert silence == ["", "", ""], "RANK is not set here: it is the process group that knows"
-    assert attached.startswith("laconic: powersgd(rank=1, warmup=0) is attached to Sequential (163 parameters) and AdamW, 2 ranks")
+    assert attached.startswith(
+        "laconic: powersgd(rank=1, warmup=0) is attached to Sequential (163 parameters) and AdamW, 2 ranks"
+    )
     assert attached.count("\n") == 1
     assert "the optimizer's state that was loaded has nothing of powersgd(rank=1, warmup=0)" in bare
     assert "laconic: all ranks loaded the state of rank 0" in one_for_all
+
+
+def by_hand_as_well(rank: int) -> str:
+    with installed("int8()") as lines:
+        model, optimizer = build()
+        with laconic.attach(model, optimizer, "diloco(2)") as run:
+            for number in range(4):
+                step(model, optimizer, number)
+        assert run.stats().syncs == 2
+        return lines.getvalue()
+
+
+def test_a_ddp_that_the_script_attaches_by_itself_is_left_alone() -> None:
+    said, silence = ranks(2, by_hand_as_well)
+    assert said.count("laconic: int8() is not attached to this Sequential: its AdamW is attached to another run already") == 1
+    assert (said.count("\n"), silence) == (1, "")
