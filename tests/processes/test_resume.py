@@ -142,7 +142,7 @@ def finalized_by_hand(rank: int) -> None:
     """A DDP whose backward the user's loop finalizes: the replay of the bucket order must not leave one open."""
 
     def built() -> tuple[Any, Any, Any]:
-        model, optimizer, run = started("ddp()", rank)
+        model, optimizer, run = started("ddp()", scaled=False)
         model.require_manual_backward_finalization = True
         return model, optimizer, run
 
