@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from laconic.dryrun import simulate as simulate
     from laconic.forecast import predict as predict
     from laconic.meter import Meter as Meter
+    from laconic.naming import register as register
     from laconic.outer import Adopt as Adopt
     from laconic.outer import Nesterov as Nesterov
     from laconic.outer import Outer as Outer
@@ -83,6 +84,7 @@ _HOME = {
     "forecast": ["predict"],
     "composition": ["Averaging", "Deltas", "Strategy"],
     "meter": ["Meter"],
+    "naming": ["register"],
     "outer": ["Adopt", "Nesterov", "Outer", "SlowMo"],
     "recipes": [
         "bf16",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from laconic.naming import name_of
 from laconic.outer import Outer
 from laconic.reducers.base import Reducer, checked
 from laconic.reducers.warmup import Warmup
@@ -54,7 +55,7 @@ class Deltas:
             raise TypeError(f"outlier must be a number of standard deviations, or None to skip no round, got {self.outlier!r}")
         if self.outlier is not None and not self.outlier > 0:
             raise ValueError(f"outlier must be above 0 standard deviations, or None to skip no round, got {self.outlier!r}")
-        if not 0 <= self.blend <= 1:
+        if type(self.blend) not in (int, float) or not 0 <= self.blend <= 1:
             raise ValueError(f"blend must be from 0 (adopt global parameters) to 1 (keep local ones), got {self.blend!r}")
         if not isinstance(self.carry, bool):
             raise TypeError(f"carry must be True or False, got {self.carry!r}")
@@ -77,10 +78,15 @@ class Averaging:
     atomic: bool = True
 
     def __post_init__(self) -> None:
+        _checked_route(self.route)
+        if self.deltas is not None and not isinstance(self.deltas, Deltas):
+            raise TypeError(f"deltas must be a Deltas(outer=..., reducer=...), or None for parameters, got {self.deltas!r}")
         if isinstance(self.moments, Mapping):
             object.__setattr__(self, "moments", tuple(sorted(self.moments.items())))
         if not isinstance(self.atomic, bool):
             raise TypeError(f"atomic must be True or False, got {self.atomic!r}")
+        if not isinstance(self.moments, str | tuple):
+            raise TypeError(f"moments must be a word or a mapping of periods by name, got {self.moments!r}")
         if self.buffers not in BUFFERS:
             raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {self.buffers!r}")
         if isinstance(self.moments, str) and self.moments not in MOMENTS:
@@ -116,16 +122,21 @@ class Averaging:
 class Strategy:
     """How gradients are averaged, when and with whom, and what is averaged between steps.
 
-    `str()` gives the text it can be made from again.
+    `str()` gives the text it can be made from again. A part that no text can name, such as an instance of a class inside a
+    function, stands in angle brackets there, and `laconic.strategy` refuses the text.
     """
 
     reducer: Reducer
     route: Route
     averaging: Averaging | None = None
-    text: str = field(default="", compare=False)
+    # Of a recipe's call. Not an argument, so that `dataclasses.replace` doesn't keep the text of what it changed.
+    text: str = field(default="", compare=False, init=False)
 
     def __post_init__(self) -> None:
         checked(self.reducer, "reducer")
+        _checked_route(self.route)
+        if self.averaging is not None and not isinstance(self.averaging, Averaging):
+            raise TypeError(f"averaging must be an Averaging(route=...), or None for gradients alone, got {self.averaging!r}")
 
     @property
     def cycle(self) -> int:
@@ -142,16 +153,35 @@ class Strategy:
         return max(start, self.averaging.start if self.averaging else 0)
 
     def __str__(self) -> str:
-        parts = {"reducer": self.reducer, "route": self.route, "averaging": self.averaging}
-        return self.text or render_call("Strategy", parts)
+        return self.text or render(self)
 
 
 def render(value: object) -> str:
-    """A value as it is written in a strategy's text; what a dataclass has by default is left out."""
+    """A value as it is written in a strategy's text; what a dataclass has by default is left out.
+
+    >>> render(Every(4)), render({4: ("node", 2.5)})
+    ('Every(period=4)', "{4: ('node', 2.5)}")
+    """
+    match value:
+        case bool() | None:
+            return repr(value)
+        case int():
+            return repr(int(value))
+        case str():
+            return repr(str(value))
+        case float():
+            return repr(float(value)).replace("inf", "1e999")  # which is how Python reads infinity
+        case tuple():
+            return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(render, value))}]"
+        case Mapping():
+            return f"{{{', '.join(f'{render(key)}: {render(part)}' for key, part in value.items())}}}"
     if is_dataclass(value) and not isinstance(value, type):
-        shown = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != _default(f)}
-        return render_call(type(value).__name__, shown)
-    return repr(value)
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if f.init and getattr(value, f.name) != _default(f)}
+        name = type(value).__name__ if type(value) in COMPOSITES else name_of(type(value))
+        return render_call(name, shown) if name else f"<{render_call(type(value).__qualname__, shown)}>"
+    return f"<{value!r}>"
 
 
 def render_call(name: str, arguments: Mapping[str, object]) -> str:
@@ -161,3 +191,12 @@ def render_call(name: str, arguments: Mapping[str, object]) -> str:
 
 def _default(f: Any) -> object:
     return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def _checked_route(route: object) -> None:
+    if not isinstance(route, Route):
+        raise TypeError(f"route must be a Route of (schedule, scope) pairs, got {route!r}")
+
+
+COMPOSITES = (Strategy, Averaging, Deltas, Route)
+"""What is put together of reducers, schedules and outer optimizers."""

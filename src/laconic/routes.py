@@ -25,6 +25,13 @@ class Route:
 
     legs: tuple[tuple[Schedule, Scope], ...]
 
+    def __post_init__(self) -> None:
+        for leg in self.legs if isinstance(self.legs, tuple | list) else [self.legs]:  # type: ignore[redundant-expr]  # a text's
+            match leg:
+                case (Schedule(), str() | int()):
+                    continue
+            raise TypeError(f"legs must be pairs such as (Every(16), 'world'), got {leg!r}")
+
     def at(self, step: int, last: int = 0, rate: float | None = None) -> Scope | None:
         """With whom to talk in the step that follows `step` completed ones; `last` and `rate` as schedules have them."""
         return next((scope for schedule, scope in self.legs if schedule.due(step, last, rate)), None)

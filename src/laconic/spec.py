@@ -3,13 +3,17 @@
 import ast
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from laconic.composition import Strategy
+from laconic.composition import COMPOSITES, Strategy
+from laconic.naming import known
 from laconic.recipes import RECIPES
-from laconic.reducers import discover
-from laconic.schedules import QSR
+from laconic.recipes.registry import speaking_for
+
+# A string; a part that has no name in texts, as `render` writes it; white space.
+_PIECES = re.compile(r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<nameless><)|(?P<space>\s+)""")
 
 
 def strategy(text: str | Strategy) -> Strategy:
@@ -22,7 +26,12 @@ def strategy(text: str | Strategy) -> Strategy:
         return text
     if not isinstance(text, str):
         raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {type(text).__name__}")
-    line = " ".join(text.split())
+    line = _PIECES.sub(lambda piece: " " if piece["space"] else piece[0], text.strip())
+    if any(piece["nameless"] for piece in _PIECES.finditer(line)):
+        raise ValueError(
+            "a part in <...> has no name by which it could be found again; define its class at the top level of a module, "
+            f"or register it\n  {line}\n  {' ' * line.index('<')}^"
+        )
     try:
         tree = ast.parse(line, mode="eval")
     except SyntaxError as error:
@@ -37,7 +46,9 @@ def strategy(text: str | Strategy) -> Strategy:
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.known: dict[str, Callable[..., object]] = {**discover(), "QSR": QSR, **RECIPES}
+        self.path: list[str] = []  # the calls and arguments that are being read
+        composites = {composite.__name__: composite for composite in COMPOSITES}
+        self.known: dict[str, Callable[..., object]] = {**known(), **composites, **RECIPES}
 
     def read(self, node: ast.expr) -> object:
         match node:
@@ -68,17 +79,26 @@ class _Reader:
                 raise self.error(keyword, f"{name.id} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
             if keyword.arg in named:
                 raise self.error(keyword, f"{keyword.arg!r} is given twice")
-            named[keyword.arg] = self.read(keyword.value)
-        positional = [self.read(arg) for arg in args]
+            named[keyword.arg] = self.argument(name.id, keyword.arg, keyword.value)
+        words = [*parameters, *(f"argument {n + 1}" for n in range(len(parameters), len(args)))]
+        positional = [self.argument(name.id, word, arg) for word, arg in zip(words, args, strict=False)]
         try:
-            return target(*positional, **named)
+            with speaking_for(name.id):
+                return target(*positional, **named)
         except (TypeError, ValueError) as error:
-            raise self.error(name, str(error).removeprefix("_named() ")) from None
+            raise self.error(name, str(error)) from None
+
+    def argument(self, owner: str, word: str, value: ast.expr) -> object:
+        """One argument of a call; what is wrong inside is said to be in it."""
+        self.path.append(f"{owner}: {word}: ")
+        found = self.read(value)
+        self.path.pop()
+        return found
 
     def error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
         """The message, and below it the text with the offending part marked."""
         width = max((node.end_col_offset or 0) - node.col_offset, 1)
-        return ValueError(f"{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}")
+        return ValueError(f"{''.join(self.path)}{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -1,9 +1,10 @@
 """How a recipe gets its name, and its strategies their text."""
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec
 
 from laconic.composition import Strategy, render_call
@@ -19,9 +20,32 @@ def recipe(build: Callable[Arguments, Strategy]) -> Callable[Arguments, Strategy
 
     @functools.wraps(build)
     def _named(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Strategy:
-        given = signature.bind(*args, **kwargs).arguments
+        with speaking_for(build.__name__):
+            given = signature.bind(*args, **kwargs).arguments
+            made = copy.copy(build(*args, **kwargs))
         chosen = {name: value for name, value in given.items() if value != signature.parameters[name].default}
-        return replace(build(*args, **kwargs), text=render_call(build.__name__, chosen))
+        object.__setattr__(made, "text", render_call(build.__name__, chosen))  # frozen for everybody else
+        return made
 
     RECIPES[build.__name__] = _named
     return _named
+
+
+@contextmanager
+def speaking_for(where: str, **renamed: str) -> Iterator[None]:
+    """Errors of parts that are made in here say where that was, and call arguments what they are called there.
+
+    >>> with speaking_for("diloco", lr="outer_lr"):
+    ...     raise ValueError("lr must be above 0, got 0")
+    Traceback (most recent call last):
+    ValueError: diloco: outer_lr must be above 0, got 0
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind, message = TypeError if isinstance(error, TypeError) else ValueError, str(error)
+        first, _, rest = message.partition(" ")
+        message = f"{renamed.get(first, first)} {rest}"
+        if not where or message.startswith(where):
+            raise kind(message) from error
+        raise kind(f"{where}: {message}") from error
