@@ -102,10 +102,17 @@ class _SlowMomentum(Optimizer):
 
 
 def _positive(number: float, name: str) -> None:
+    _number(number, name)
     if not number > 0:
         raise ValueError(f"{name} must be above 0, got {number!r}")
 
 
 def _momentum(number: float, name: str, *, above_zero: bool = False) -> None:
+    _number(number, name)
     if not 0 <= number < 1 or (above_zero and number == 0):
         raise ValueError(f"{name} must be {'above' if above_zero else 'at least'} 0 and below 1, got {number!r}")
+
+
+def _number(number: object, name: str) -> None:
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a number, got {number!r}")

@@ -60,6 +60,49 @@ def test_errors_say_what_came_and_point_at_it(text: str, wanted: str) -> None:
         laconic.strategy(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("powersgd(rank=0)", "powersgd: rank must be a whole number, at least 1, got 0"),
+        ("topk(ratio=2)", "topk: ratio must be above 0"),
+        ("bf16(warmup=-1)", "bf16: warmup must be 0 or more steps, got -1"),
+        ("ddp(reducer=3)", "ddp: reducer must be a Reducer"),
+        ("diloco(outer_lr=0)", "diloco: outer_lr must be above 0, got 0"),
+        ("diloco(outer_lr='x')", "diloco: outer_lr must be a number, got 'x'"),
+        ("diloco(outer_momentum=2)", "diloco: outer_momentum must be above 0 and below 1, got 2"),
+        ("diloco(0)", "diloco: period must be at least 1, got 0"),
+        ("sparseloco(outer_lr=-1)", "sparseloco: outer_lr must be above 0, got -1"),
+        ("streaming_diloco(4, delay=9)", "streaming_diloco: delay must be below the period"),
+        ("streaming_diloco(blend='x')", "streaming_diloco: blend must be from 0"),
+        ("slowmo(beta=2)", "slowmo: beta must be at least 0 and below 1, got 2"),
+        ("local_sgd(moments={'exp_avg': 0})", "local_sgd: moments['exp_avg']: period must be at least 1, got 0"),
+        ("local_sgd(moments=3)", "local_sgd: moments must be one of"),
+        ("hierarchical_sgd(reducer=Cast())", "hierarchical_sgd averages parameters exactly"),
+        ("silent(3)", "silent: too many positional arguments"),
+    ],
+)
+def test_an_error_of_a_recipe_s_part_names_the_recipe_and_its_argument(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        laconic.strategy(text)
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(wanted)}"):
+        eval(f"laconic.{text.replace('Cast', 'laconic.Cast')}")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("diloco(reducer=PowerSGD(rank=0))", "diloco: reducer: PowerSGD: rank must be a whole number, at least 1, got 0"),
+        ("diloco(8, reducer=ErrorFeedback(TopK(2)))", "diloco: reducer: ErrorFeedback: inner: TopK: ratio must be"),
+        ("local_sgd(QSR(0, 0.1))", "local_sgd: period: QSR: base must be at least 1 step, got 0"),
+        ("local_sgd(period=QSR(4, 'x'))", "local_sgd: period: QSR: alpha must be above 0"),
+        ("ddp(reducer=Cats())", "ddp: reducer: unknown name 'Cats'; did you mean 'Cast'?"),
+    ],
+)
+def test_an_error_inside_a_text_says_where_it_is(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        laconic.strategy(text)
+
+
 def test_only_texts_and_strategies() -> None:
     with pytest.raises(TypeError, match="a Strategy or a text such as 'bf16\\(\\)', got int"):
         laconic.strategy(3)  # type: ignore[arg-type]

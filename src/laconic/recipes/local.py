@@ -5,9 +5,9 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from laconic import routes
-from laconic.composition import Averaging, Deltas, Strategy, render
+from laconic.composition import MOMENTS, Averaging, Deltas, Strategy, render
 from laconic.outer import Adopt, Nesterov, Outer, SlowMo
-from laconic.recipes.registry import recipe
+from laconic.recipes.registry import recipe, speaking_for
 from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.reducers.exact import Exact
@@ -27,8 +27,11 @@ def _schedule(period: int | QSR, warmup: int) -> Schedule:
 def _moments(moments: Moments) -> str | tuple[tuple[str, int], ...]:
     if isinstance(moments, str):
         return moments
+    if not isinstance(moments, Mapping):  # from a text, it may be anything
+        raise TypeError(f"moments must be one of {', '.join(MOMENTS)}, or periods by name, {{'exp_avg': 48}}, got {moments!r}")
     for key, period in moments.items():
-        Every(period)  # says what is wrong with it
+        with speaking_for(f"moments[{key!r}]"):
+            Every(period)  # says what is wrong with it
         if not isinstance(key, str):
             raise TypeError(f"moments are named by the optimizer's own keys, such as 'exp_avg', got {key!r}")
     return tuple(sorted(moments.items()))
@@ -231,10 +234,11 @@ def sparseloco(
     """
     reducer = ErrorFeedback(TopK(ratio), decay)
     averaging = _averaging(
-        _schedule(period, warmup), reducer, buffers, moments, Adopt(outer_lr), offload=offload, outlier=outlier
+        _schedule(period, warmup), reducer, buffers, moments, _outer(outer_lr, 0.0), offload=offload, outlier=outlier
     )
     return Strategy(Exact(), routes.at_first(warmup), averaging)
 
 
 def _outer(lr: float, momentum: float) -> Outer:
-    return Nesterov(lr, momentum) if momentum else Adopt(lr)
+    with speaking_for("", lr="outer_lr", momentum="outer_momentum"):
+        return Nesterov(lr, momentum) if momentum else Adopt(lr)
