@@ -7,15 +7,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import laconic
+from laconic.bucket import Bucket
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
 def scripts(page: str) -> list[str]:
     """The Python blocks of a page that are whole scripts."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    return [block for block in blocks if "init_process_group" in block]
+    return [block for block in blocks(page) if "init_process_group" in block]
 
 
 def finished(command: list[str]) -> "subprocess.CompletedProcess[str]":
@@ -48,6 +55,24 @@ def test_the_script_in_docs_torch(tmp_path: Path) -> None:
     done = finished(command)
     assert done.returncode == 0, done.stderr
     assert "steps: 40 numbers sent, times fewer: 13.0" in done.stdout
+
+
+@pytest.mark.parametrize(("page", "name"), [("docs/reducers.md", "Half"), ("CONTRIBUTING.md", "Halve")])
+def test_the_reducers_that_are_shown_can_be_used_as_they_stand(
+    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (block,) = [block for block in blocks(page) if "class" in block and ">>>" not in block]
+    (tmp_path / f"shown_{name}.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = f"ddp(reducer=shown_{name}:{name}())"
+    assert str(laconic.strategy(text)) == text
+    flats = [torch.arange(6.0) + rank for rank in range(2)]
+    given = [Bucket(flat, [flat], ["w"], [{}], rank, 2) for rank, flat in enumerate(flats)]
+    one, two = laconic.simulate([laconic.strategy(text).reducer.reduce(bucket) for bucket in given])
+    assert torch.equal(one.mean[::2], torch.tensor([0.5, 2.5, 4.5]))
+    assert torch.equal(one.mean, two.mean) == (name == "Half"), "CONTRIBUTING says of its own that ranks don't agree"
+    half = laconic.predict(text, torch.nn.Linear(10, 10, bias=False, device="meta"), world_size=2)
+    assert half.wire_bytes == 200
 
 
 @pytest.mark.parametrize(

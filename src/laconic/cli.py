@@ -1,5 +1,6 @@
 """The command line. `laconic --help` imports neither torch nor the lab."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -37,7 +38,10 @@ def compare(
     task: Annotated[
         str, typer.Argument(help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)")
     ] = "bytes-gpt:500k",
-    strategy: Annotated[list[str] | None, typer.Option("-s", "--strategy", help="a strategy; give it several times")] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option("-s", "--strategy", help="a strategy; give it several times; a reducer of your own is module:Name(...)"),
+    ] = None,
     workers: Annotated[int, typer.Option(help="processes, 2 at least, each behind a link of its own")] = 4,
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
     steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 150,
@@ -79,9 +83,10 @@ def _compare(
     from laconic.report import page, records, terminal
     from laconic.report.live import Board
 
-    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *chosen, "silent()"]]
     cable = parse(link)
-    name = tasks.load(task).name  # it is there, and has what it needs
+    sys.path.append(str(Path.cwd()))  # the workers have it, too
+    name = tasks.load(task).name  # it is there, and has what it needs; strategies may name what lies in it and beside it
+    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *chosen, "silent()"]]
     if task.endswith(".py"):
         name = str(Path(task).resolve())
     comparison = Comparison(name, list(dict.fromkeys(strategies)), workers, cable, steps, range(seeds))
@@ -123,7 +128,9 @@ def _console() -> "Console":
 )
 def run_(
     context: typer.Context,
-    strategy: Annotated[str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(period=64)"')],
+    strategy: Annotated[
+        str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(64)" or "ddp(reducer=module:Name())"')
+    ],
     link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
     record: Annotated[Path | None, typer.Option(help="write what is sent, waited for and lost there: see watch")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="with --record, for TensorBoard too")] = False,

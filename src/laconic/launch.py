@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,13 +18,14 @@ def launch(
     """Start a script by torchrun's own launcher; returns the exit code of the first process that failed, or 0."""
     from torch.distributed.run import parse_args
 
-    text = str(read(strategy))
     parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
     if parsed.no_python:
         raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
     script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
     if not parsed.module and not Path(parsed.training_script).is_file():
         raise ValueError(f"there is no script {parsed.training_script}")
+    with _path_of(parsed.training_script if not parsed.module else None):
+        text = str(read(strategy))
     environment = {"LACONIC_STRATEGY": text}
     if record is not None:
         environment["LACONIC_RECORD"] = str(record.resolve())
@@ -47,6 +49,16 @@ def launch(
         # With gloo, torchrun's restarts fail for ever otherwise: its store keeps the addresses of the dead (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return _torchrun(parsed)
+
+
+@contextmanager
+def _path_of(script: str | None) -> Iterator[None]:
+    """Modules beside the script can be named in its strategy, as the script can import them; with -m, those of this folder."""
+    sys.path.insert(0, str(Path(script).resolve().parent) if script else str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)  # the launcher imports its own modules
 
 
 def _torchrun(parsed: object) -> int:

@@ -41,7 +41,7 @@ def register(part: Part) -> Part:
     if not is_part(part):
         raise TypeError(f"register takes a class derived from Reducer, Outer or Schedule, got {part!r}")
     name, taken = part.__name__, own().get(part.__name__) or _registered.get(part.__name__)
-    if taken is not None and (taken.__module__, taken.__qualname__) != (part.__module__, part.__qualname__):
+    if taken is not None and _place(taken) != _place(part):
         raise ValueError(f"the name {name} is taken by {taken.__module__}.{taken.__qualname__}; give the class another name")
     _registered[name] = part  # a class that is defined again, as in a notebook, replaces the former
     return part
@@ -97,6 +97,11 @@ def imported(module: str, path: str, *, trusted: bool = True) -> type:
 def is_part(thing: object) -> bool:
     """Whether it is a class of which a strategy can have an instance."""
     return isinstance(thing, type) and issubclass(thing, PARTS) and not inspect.isabstract(thing)
+
+
+def _place(kind: type) -> tuple[str, str]:
+    """Where a class is written: a file that is imported under two names, as a script may be, has one place."""
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or kind.__module__, kind.__qualname__
 
 
 def _lookup(home: object, path: str) -> object:

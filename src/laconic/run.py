@@ -23,6 +23,7 @@ from laconic.engine import Engine, Stop
 from laconic.groups import ASIDE, control_device
 from laconic.plan import attached, check, check_route, check_sharded, unwrapped
 from laconic.probe import Probe
+from laconic.spec import saved
 from laconic.spec import strategy as read
 from laconic.state import checked, tied_to_strategy, without_averaging
 from laconic.stats import Observer, Stats
@@ -325,7 +326,7 @@ class Run:
             return
         unused = tied_to_strategy(state)
         if self._fits(former):
-            self._engine.become(read(former), equal=True)  # as good as: what differs is about to be overwritten
+            self._engine.become(saved(former), equal=True)  # as good as: what differs is about to be overwritten
             self._engine.load(state)
             self.swap(chosen)
         else:
@@ -346,12 +347,12 @@ class Run:
         former = chosen if strict else str(state.get("strategy"))
         checked(state, former, engine.group.rank, engine.parameters, engine.memory)
         if former != chosen:
-            read(former)  # says what is wrong with it
+            saved(former)  # says what is wrong with it
 
     def _fits(self, former: str) -> bool:
         """Whether this world can go by it."""
         try:
-            engine, strategy = self._engine, read(former)
+            engine, strategy = self._engine, saved(former)
             check_route(strategy, engine.ddp, engine.parameters, engine.group.world, engine.mesh)
             check_sharded(strategy, engine.optimizers)
         except ValueError:

@@ -78,7 +78,7 @@ class QSR(Schedule):
         if self.base < 1:
             raise ValueError(f"base must be at least 1 step, got {self.base}")
         _whole(self.start, "start")
-        if not isinstance(self.alpha, int | float) or not self.alpha > 0:  # type: ignore[redundant-expr]  # from a text, it may be anything
+        if not isinstance(self.alpha, int | float) or not self.alpha > 0:  # type: ignore[redundant-expr]  # a text
             raise ValueError(f"alpha must be above 0, of the size of a learning rate, got {self.alpha}")
 
     def period(self, rate: float | None) -> int:

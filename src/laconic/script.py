@@ -13,19 +13,20 @@ from types import TracebackType
 from typing import NoReturn
 
 from laconic.agreement import LOST_A_PEER, UnevenError
-from laconic.auto import install
 from laconic.dispatch import in_buffers
 from laconic.wire import CommunicationError
 
 
 def main(arguments: list[str]) -> None:
     """Run a script, or `-m module`, as Python would, attached; its exit code and its traceback are its own."""
-    auto = install(os.environ["LACONIC_STRATEGY"])
     as_module = arguments[:1] == ["-m"]
     target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
     sys.argv = [target, *rest]
     if not as_module:
         sys.path[0] = str(Path(target).resolve().parent)
+    from laconic.auto import install  # not before: the strategy may name a class in a module beside the script
+
+    auto = install(os.environ["LACONIC_STRATEGY"])
     code = 0
     try:
         if as_module:

@@ -8,20 +8,36 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from laconic.composition import COMPOSITES, Strategy
-from laconic.naming import known
+from laconic.naming import imported, known
 from laconic.recipes import RECIPES
 from laconic.recipes.registry import speaking_for
 
-# A string; a part that has no name in texts, as `render` writes it; white space.
-_PIECES = re.compile(r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<nameless><)|(?P<space>\s+)""")
+# A string; a class where it is to be found; a part that has no name, as `render` writes it; white space.
+_STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_PLACE = r"[^\W\d][\w.]*:[^\W\d][\w.]*"
+_PIECES = re.compile(rf"(?P<string>{_STRING})|(?P<place>{_PLACE})|(?P<nameless><)|(?P<space>\s+)")
 
 
 def strategy(text: str | Strategy) -> Strategy:
     """The strategy that a text describes; a strategy is passed through.
 
+    A reducer, outer optimizer or schedule of your own is written `package.module:Name(...)`, and imported from there, or
+    `Name(...)` once it is registered.
+
     >>> strategy("bf16(warmup=100)") == strategy("ddp(reducer=Cast('bf16'), warmup=100)")
     True
+    >>> strategy("ddp(reducer=laconic.reducers.cast:Cast('bf16'))") == strategy("bf16()")
+    True
     """
+    return _read(text, trusted=True)
+
+
+def saved(text: str) -> Strategy:
+    """The strategy of a text from a file: nobody here has named its modules, so none is imported because of it."""
+    return _read(text, trusted=False)
+
+
+def _read(text: str | Strategy, *, trusted: bool) -> Strategy:
     if isinstance(text, Strategy):
         return text
     if not isinstance(text, str):
@@ -33,19 +49,21 @@ def strategy(text: str | Strategy) -> Strategy:
             f"or register it\n  {line}\n  {' ' * line.index('<')}^"
         )
     try:
-        tree = ast.parse(line, mode="eval")
+        # As many characters, so that marks stay where they are: the colon of `module:Name` is no Python here.
+        dotted = _PIECES.sub(lambda piece: piece[0].replace(":", ".") if piece["place"] else piece[0], line)
+        tree = ast.parse(dotted, mode="eval")
     except SyntaxError as error:
         mark = " " * ((error.offset or 1) - 1) + "^"
         raise ValueError(f"{error.msg}; write a strategy as name(key=value, ...)\n  {line}\n  {mark}") from None
-    value = _Reader(line).read(tree.body)
+    value = _Reader(line, trusted).read(tree.body)
     if not isinstance(value, Strategy):
         raise ValueError(f"{text!r} is no strategy; to average gradients by a reducer write ddp(reducer={line})")
     return value
 
 
 class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, text: str, trusted: bool) -> None:
+        self.text, self.trusted = text, trusted
         self.path: list[str] = []  # the calls and arguments that are being read
         composites = {composite.__name__: composite for composite in COMPOSITES}
         self.known: dict[str, Callable[..., object]] = {**known(), **composites, **RECIPES}
@@ -62,31 +80,44 @@ class _Reader:
                 return tuple(self.read(item) for item in items)
             case ast.Dict(keys=keys, values=values) if None not in keys:
                 return {self.read(key): self.read(value) for key, value in zip(keys, values, strict=True) if key}
-            case ast.Call(func=ast.Name() as name, args=args, keywords=keywords):
-                return self.call(name, args, keywords)
-            case ast.Name():
+            case ast.Call(func=ast.Name() | ast.Attribute() as target, args=args, keywords=keywords):
+                return self.call(target, args, keywords)
+            case ast.Name() | ast.Attribute():
                 return self.call(node, [], [])
         raise self.error(node, "only names, calls and literals can stand here")
 
-    def call(self, name: ast.Name, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
-        if name.id not in self.known:
-            raise self.error(name, f"unknown name {name.id!r}{nearest(name.id, self.known)}")
-        target = self.known[name.id]
+    def named(self, node: ast.Name | ast.Attribute) -> tuple[str, Callable[..., object]]:
+        """What is called, and the name of it."""
+        if isinstance(node, ast.Name):
+            if node.id not in self.known:
+                raise self.error(node, f"unknown name {node.id!r}{nearest(node.id, self.known)}")
+            return node.id, self.known[node.id]
+        place = ast.get_source_segment(self.text, node) or ""
+        module, _, path = place.partition(":")
+        if not re.fullmatch(_PLACE, place):
+            raise self.error(node, "only names, calls and literals can stand here; a class of your own is module:Name(...)")
+        try:
+            return path, imported(module, path, trusted=self.trusted)
+        except ValueError as error:
+            raise self.error(node, str(error)) from error
+
+    def call(self, node: ast.Name | ast.Attribute, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
+        name, target = self.named(node)
         parameters = inspect.signature(target).parameters
         named: dict[str, Any] = {}
         for keyword in keywords:
             if keyword.arg is None or keyword.arg not in parameters:
-                raise self.error(keyword, f"{name.id} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
+                raise self.error(keyword, f"{name} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
             if keyword.arg in named:
                 raise self.error(keyword, f"{keyword.arg!r} is given twice")
-            named[keyword.arg] = self.argument(name.id, keyword.arg, keyword.value)
+            named[keyword.arg] = self.argument(name, keyword.arg, keyword.value)
         words = [*parameters, *(f"argument {n + 1}" for n in range(len(parameters), len(args)))]
-        positional = [self.argument(name.id, word, arg) for word, arg in zip(words, args, strict=False)]
+        positional = [self.argument(name, word, arg) for word, arg in zip(words, args, strict=False)]
         try:
-            with speaking_for(name.id):
+            with speaking_for(name):
                 return target(*positional, **named)
         except (TypeError, ValueError) as error:
-            raise self.error(name, str(error)) from None
+            raise self.error(node, str(error)) from None
 
     def argument(self, owner: str, word: str, value: ast.expr) -> object:
         """One argument of a call; what is wrong inside is said to be in it."""

@@ -22,6 +22,7 @@ from laconic.report import records
 from laconic.report.live import Board
 from tests.lab.made import result
 from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
+from tests.processes.test_scripts import BESIDE
 
 
 def laconic(*arguments: str, folder: Path) -> Result:
@@ -119,6 +120,28 @@ def test_an_error_in_a_users_file_is_shown_once(tmp_path: Path) -> None:
     gone = laconic("compare", "mine.py", folder=tmp_path)
     assert gone.exit_code == 1
     assert gone.stderr.count("SystemExit") == 1
+
+
+def test_a_reducer_of_the_users_own(tmp_path: Path) -> None:
+    """In a module beside the task file, and in the task file itself, where it is registered; from another folder."""
+    (tmp_path / "there").mkdir()
+    laconic("new-task", "there/own_task.py", folder=tmp_path)
+    (tmp_path / "there/beside.py").write_text(BESIDE)
+    with (tmp_path / "there/own_task.py").open("a") as file:
+        file.write(BESIDE.replace("@dataclass", "@laconic.register\n@dataclass").replace("Plain", "Registered"))
+    mine = ["-s", "ddp(reducer=beside:Plain())", "-s", "ddp(reducer=Registered())"]
+    more = ["--workers", "2", "--link", "none", "--steps", "10", "--out", "out"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        done = laconic("compare", "there/own_task.py", *mine, *more, folder=tmp_path)
+    sys.modules.pop("beside")
+    assert done.exit_code == 0, done.stdout + done.stderr
+    by = {run["strategy"]: run for run in json.loads((tmp_path / "out/results.json").read_text())["runs"]}
+    assert list(by) == [
+        "ddp()", "ddp(reducer=beside:Plain())", "ddp(reducer=laconic_task_own_task:Registered())", "silent()"
+    ]  # fmt: skip
+    losses = {run["val_loss"] for name, run in by.items() if name != "silent()"}
+    assert len(losses) == 1, "it is an all-reduce"
 
 
 @pytest.mark.soak

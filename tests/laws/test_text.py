@@ -2,18 +2,24 @@
 
 import inspect
 import re
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laconic
+from laconic import naming
 from laconic.composition import BUFFERS, MOMENTS, ORDERS
 from laconic.recipes import RECIPES
 from laconic.routes import AUTO
 from laconic.schedules import Until
+from laconic.spec import saved
 from laconic.wire import Exchange
 from tests.laws.reducers import EVERY
 
@@ -121,3 +127,122 @@ def test_a_part_that_has_no_name_is_not_given_one() -> None:
 def test_compositions_that_make_no_sense(text: str, wanted: str) -> None:
     with pytest.raises(ValueError, match=re.escape(wanted)):
         laconic.strategy(text)
+
+
+MINE = """
+from dataclasses import dataclass
+import laconic
+
+NUMBER = 3
+
+class Plain: ...
+
+class Everything:
+    @dataclass(frozen=True)
+    class Inner(laconic.Reducer):
+        def reduce(self, bucket):
+            return laconic.Exact().reduce(bucket)
+
+@dataclass(frozen=True)
+class Mine(laconic.Reducer):
+    bits: int = 8
+    inner: laconic.Reducer = laconic.Exact()
+
+    def reduce(self, bucket):
+        return self.inner.reduce(bucket)
+
+@dataclass(frozen=True)
+class Damped(laconic.Outer):
+    lr: float = 0.5
+
+    def build(self, groups):
+        return laconic.Adopt(self.lr).build(groups)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a module that nobody has imported yet."""
+    name = f"mine_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MINE)
+    (tmp_path / "lacking.py").write_text("import nowhere_to_be_found")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_text_names_a_class_by_its_place(mine: str) -> None:
+    text = f"diloco(period=8, reducer={mine}:Mine(bits=4, inner=Cast(dtype='fp16')))"
+    made = laconic.strategy(text)
+    assert str(made) == text
+    assert laconic.strategy(text) == made
+    kind = sys.modules[mine].Mine
+    assert made == laconic.diloco(8, reducer=kind(4, laconic.Cast("fp16")))
+    wrapped = laconic.ddp(reducer=laconic.ErrorFeedback(kind()), warmup=3)
+    assert laconic.strategy(str(wrapped)) == wrapped
+    inner = laconic.ddp(reducer=sys.modules[mine].Everything.Inner())
+    assert laconic.strategy(str(inner)) == inner
+    deltas = laconic.Deltas(sys.modules[mine].Damped(0.25), kind())
+    composed = laconic.Strategy(laconic.Exact(), laconic.Route(()), laconic.Averaging(laconic.Route(()), deltas))
+    assert laconic.strategy(str(composed)) == composed
+    assert laconic.strategy(f"ddp(reducer={mine}:Mine)") == laconic.ddp(reducer=kind())
+    assert laconic.predict(text, torch.nn.Linear(8, 8, device="meta"), world_size=2).wire_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("nowhere:Mine()", "there is no module 'nowhere' in this Python's path: No module named 'nowhere'"),
+        ("{mine}.deeper:Mine()", "there is no module '{mine}.deeper'"),
+        ("{mine}:Yours()", "module {mine} has no 'Yours'; its reducers are: Mine, Damped"),
+        (
+            "{mine}:Plain()",
+            "{mine}:Plain must be a class derived from laconic.Reducer (or Outer, Schedule), got the class Plain",
+        ),
+        ("{mine}:NUMBER", "got int 3"),
+        ("{mine}:Mine(bit=4)", "Mine has no 'bit'; did you mean 'bits'?"),
+        ("{mine}.Mine()", "a class of your own is module:Name(...)"),
+    ],
+)
+def test_a_place_that_has_no_such_class(text: str, wanted: str, mine: str) -> None:
+    whole = f"ddp(reducer={text.replace('{mine}', mine)})"
+    with pytest.raises(ValueError, match=re.escape(wanted.replace("{mine}", mine))) as caught:
+        laconic.strategy(whole)
+    message, line, mark = str(caught.value).split("\n")
+    assert message.startswith("ddp: reducer: ")
+    assert line == f"  {whole}"
+    assert mark.index("^") == 2 + len("ddp(reducer=") + (len(f"{mine}:Mine(") if "bit=" in text else 0)
+
+
+def test_what_a_users_module_lacks_is_its_own_error(mine: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+        laconic.strategy("ddp(reducer=lacking:Mine())")
+
+
+def test_a_text_from_a_file_imports_nothing(mine: str) -> None:
+    text = f"ddp(reducer={mine}:Mine())"
+    with pytest.raises(ValueError, match=f"{mine} is not imported yet"):
+        saved(text)
+    assert mine not in sys.modules
+    assert saved(str(laconic.strategy(text))) == laconic.strategy(text)
+
+
+def test_a_registered_class_has_its_plain_name(mine: str) -> None:
+    laconic.strategy(f"ddp(reducer={mine}:Mine())")
+    kind = sys.modules[mine].Mine
+    with pytest.raises(ValueError, match="unknown name 'Mine'"):
+        laconic.strategy("ddp(reducer=Mine())")
+    try:
+        assert laconic.register(kind) is laconic.register(kind) is kind
+        made = laconic.strategy("ddp(reducer=Mine(bits=2))")
+        assert made == laconic.ddp(reducer=kind(2))
+        assert str(made) == f"ddp(reducer={mine}:Mine(bits=2))", "which other processes can read as well"
+        with pytest.raises(ValueError, match="the name Mine is taken by mine_"):
+            laconic.register(type("Mine", (laconic.Exact,), {}))
+    finally:
+        naming._registered.pop("Mine")
+    with pytest.raises(ValueError, match="the name Cast is taken by laconic"):
+        laconic.register(type("Cast", (laconic.Exact,), {}))
+    for what in (laconic.Reducer, 3, laconic.Exact()):
+        with pytest.raises(TypeError, match="register takes a class derived from Reducer, Outer or Schedule, got"):
+            laconic.register(what)  # type: ignore[type-var]

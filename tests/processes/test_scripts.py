@@ -201,6 +201,37 @@ def test_an_error_in_a_script_that_cleans_up_is_not_taken_for_the_end(tmp_path: 
     assert time.monotonic() - began < 60
 
 
+BESIDE = """
+from dataclasses import dataclass
+import laconic
+
+@dataclass(frozen=True)
+class Plain(laconic.Reducer):
+    def reduce(self, bucket):
+        mean = yield laconic.AllReduce(bucket.flat)
+        return laconic.Reduced(mean)
+"""
+ONE_STEP = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+"""
+
+
+def test_a_reducer_in_a_module_beside_the_script(tmp_path: Path, launch: Launch) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    path = list(sys.path)
+    done = launch("ddp(reducer=beside:Plain())", written(tmp_path, ONE_STEP))
+    sys.modules.pop("beside")
+    assert done.returncode == 0, done.stderr
+    assert "laconic: ddp(reducer=beside:Plain()) is attached to Linear" in done.stderr
+    assert sys.path == path
+
+
 STAGES = """
 import gzip, os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
