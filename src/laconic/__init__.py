@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from laconic.composition import Deltas as Deltas
     from laconic.composition import Strategy as Strategy
     from laconic.dryrun import simulate as simulate
+    from laconic.forecast import Forecast as Forecast
     from laconic.forecast import predict as predict
     from laconic.meter import Meter as Meter
     from laconic.naming import register as register
@@ -81,7 +82,7 @@ _HOME = {
     "agreement": ["UnevenError"],
     "bucket": ["Bucket", "Slot"],
     "dryrun": ["simulate"],
-    "forecast": ["predict"],
+    "forecast": ["Forecast", "predict"],
     "composition": ["Averaging", "Deltas", "Strategy"],
     "meter": ["Meter"],
     "naming": ["register"],

@@ -165,7 +165,7 @@ def _attached(run: Run) -> str:
     world = run.group.world
     count = sum(parameter.numel() for parameter in run.model.parameters())
     ours, plain = (predict(text, run.model, world_size=world) for text in (run.strategy, "ddp()"))
-    share = ours.wire_bytes / run.strategy.cycle / plain.wire_bytes if plain.wire_bytes else 1.0
+    share = ours.wire_bytes_per_step / plain.wire_bytes_per_step if plain.wire_bytes else 1.0
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in run.optimizers)
     return (
         f"{run.strategy} is attached to {type(run.model.module).__name__} ({count:,} parameters) and {optimizers}"

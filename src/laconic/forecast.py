@@ -1,7 +1,8 @@
 """What a strategy will send, before anything runs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,48 @@ FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 LATE = 1 << 40  # a step by which every warm-up is over
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Forecast(Traffic):
+    """What one rank will send in `steps` steps.
+
+    Two forecasts are equal if they are of as many steps; a Traffic, which doesn't say of how many it is, by its numbers.
+
+    >>> Forecast(400, 300, 2, steps=4)
+    Forecast(payload_bytes=400, wire_bytes=300, collectives=2, steps=4, wire_bytes_per_step=75)
+    """
+
+    steps: int = 1
+
+    @property
+    def payload_bytes_per_step(self) -> float:
+        """On average."""
+        return self.payload_bytes / self.steps if self.steps else 0.0
+
+    @property
+    def wire_bytes_per_step(self) -> float:
+        """On average."""
+        return self.wire_bytes / self.steps if self.steps else 0.0
+
+    @property
+    def collectives_per_step(self) -> float:
+        """On average."""
+        return self.collectives / self.steps if self.steps else 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        steps = other.steps if isinstance(other, Forecast) else self.steps
+        mine = (self.payload_bytes, self.wire_bytes, self.collectives, self.steps)
+        return mine == (other.payload_bytes, other.wire_bytes, other.collectives, steps)
+
+    def __hash__(self) -> int:
+        return hash((self.payload_bytes, self.wire_bytes, self.collectives))  # as a Traffic's
+
+    def __repr__(self) -> str:
+        numbers = [f"{part.name}={getattr(self, part.name)}" for part in fields(self)]
+        return f"Forecast({', '.join(numbers)}, wire_bytes_per_step={self.wire_bytes_per_step:.10g})"
+
+
 def predict(
     strategy: Strategy | str,
     model: nn.Module,
@@ -35,11 +78,12 @@ def predict(
     step: int = LATE,
     steps: int | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> Traffic:
+) -> Forecast:
     """Bytes and collectives of one rank, worked out on meta tensors.
 
     Of `steps` steps from `step` on; by default of one cycle of the strategy, `strategy.cycle`, when every warm-up is over:
-    one step where all are alike, a whole period of local updates. `buckets` are lists of parameter names, as `run.layout()`
+    one step where all are alike, a whole period of local updates. The answer says how many they are, and has the numbers
+    per step: compare strategies by `wire_bytes_per_step`. `buckets` are lists of parameter names, as `run.layout()`
     gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
     in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
     What `moments` sends is not counted: it depends on the optimizer. Nor is a period that follows the learning rate: QSR
@@ -48,13 +92,16 @@ def predict(
     >>> import torch
     >>> layer = torch.nn.Linear(1000, 1000, device="meta")
     >>> predict("bf16()", layer, world_size=4)
-    Traffic(payload_bytes=2502500, wire_bytes=3003000, collectives=2)
-    >>> predict("local_sgd(16)", layer, world_size=4)  # in 16 steps
-    Traffic(payload_bytes=4004000, wire_bytes=6006000, collectives=1)
+    Forecast(payload_bytes=2502500, wire_bytes=3003000, collectives=2, steps=1, wire_bytes_per_step=3003000)
+    >>> predict("local_sgd(16)", layer, world_size=4)
+    Forecast(payload_bytes=4004000, wire_bytes=6006000, collectives=1, steps=16, wire_bytes_per_step=375375)
     """
     chosen = read(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    count = chosen.cycle if steps is None else steps
+    if count < 0:
+        raise ValueError(f"steps must be 0 or more, got {count}")
     module = model.module if isinstance(model, DistributedDataParallel) else model
     named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
     if not named:
@@ -67,22 +114,17 @@ def predict(
     if sizes and "node" in sizes:
         known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
     between = _Between(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
-    # Bytes change where a warm-up ends, and may alternate between rounds, and that is all: so few exchanges stand for many.
-    alike: dict[tuple[int, ...], Traffic] = {}
-    ends = warmups(chosen.reducer)
+    gradients = Exchanges(chosen.reducer)
     total = Traffic()
-    for now in range(step, step + (chosen.cycle if steps is None else steps)):
+    for now in range(step, step + count):
         scope = chosen.route.at(now)
         size = _size(scope, known)
         if scope is not None and (size > 1 or scope == "world"):
-            for place, names in enumerate(groups):
-                key = (place, size, now % 2, *(now >= end for end in ends))
-                if key not in alike:
-                    alike[key] = _exchange(chosen.reducer, named, names, size, now, now)
-                total += alike[key]
+            for names in groups:
+                total += gradients.cost({name: named[name] for name in names}, size, now, now)
         if between is not None:
             total += between.after(now)
-    return total
+    return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
 
 
 def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> dict[str, int]:
@@ -100,7 +142,8 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
         reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
     if reducer is None:
         return dict.fromkeys(named, 0)
-    return {name: _exchange(reducer, named, [name], world_size, LATE, LATE).wire_bytes for name in named}
+    exchanges = Exchanges(reducer)
+    return {name: exchanges.cost({name: named[name]}, world_size, LATE, LATE).wire_bytes for name in named}
 
 
 def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
@@ -119,6 +162,30 @@ def warmups(reducer: Reducer) -> list[int]:
     return own + [end for part in inner if isinstance(part, Reducer) for end in warmups(part)]
 
 
+class Exchanges:
+    """What exchanges by one reducer cost; worked out once for all that are alike.
+
+    Bytes depend on the bucket's shapes and dtype, on the world, on which warm-ups are over, and on the parity of the round
+    where a reducer alternates: on nothing else. A model repeats its layers, so few exchanges stand for many.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer, self._ends = reducer, warmups(reducer)
+        self._known: dict[tuple[object, ...], Traffic] = {}
+
+    def cost(self, parameters: Mapping[str, Tensor], world: int, step: int, number: int) -> Traffic:
+        """Of one bucket, in the step after `step` completed ones, as the round of this number."""
+        names, like = list(parameters), list(parameters.values())
+        shapes = tuple((tensor.shape, tensor.stride()) for tensor in like)
+        key = (shapes, like[0].dtype, world, number % 2, *(step >= end for end in self._ends))
+        if key not in self._known:
+            flat = _meta(sum(tensor.numel() for tensor in like), like[0].dtype)
+            views, slots = unflatten(flat, like), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
+            bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, round=number)
+            self._known[key] = dryrun.predict(self._reducer.reduce(bucket), world)
+        return self._known[key]
+
+
 class _Between:
     """What is sent between steps, as `LocalUpdates` does it."""
 
@@ -134,7 +201,9 @@ class _Between:
         self._last = step if step > averaging.start else 0
         self._rounds = 0
         self._schedules: list[Schedule] = []
+        self._means: dict[tuple[bool, int], Traffic] = {}  # of buffers or parameters, by the number of ranks
         if averaging.deltas is not None:
+            self._deltas = Exchanges(averaging.deltas.reducer)
             self._schedules = [*launches(averaging)] if averaging.every else [averaging.route.legs[0][0]]
             self._fragments = fragments(named, averaging.deltas.fragments, averaging.deltas.order)
 
@@ -147,7 +216,7 @@ class _Between:
             if scope is None or (size == 1 and scope != "world"):
                 return total
             self._last = step + 1
-            return _mean(self._named, size) + self._of_buffers(size)
+            return self._mean(size) + self._of_buffers(size)
         world = self._sizes["world"]
         for number, schedule in enumerate(self._schedules):
             if not schedule.due(step, self._last) or step < averaging.start:
@@ -155,16 +224,22 @@ class _Between:
             like = {name: _as_anchor(self._named[name]) for name in self._fragments[number]}
             names = list(like)
             for run in pack([self._named[name] for name in names], BUCKET_BYTES):
-                total += _exchange(averaging.deltas.reducer, like, [names[i] for i in run], world, step + 1, self._rounds)
+                bucket = {names[place]: like[names[place]] for place in run}
+                total += self._deltas.cost(bucket, world, step + 1, self._rounds)
             if number == len(self._schedules) - 1:
                 self._last, self._rounds = step + 1, self._rounds + 1
                 total += self._of_buffers(world)
         return total
 
+    def _mean(self, size: int, *, buffers: bool = False) -> Traffic:
+        if (buffers, size) not in self._means:
+            self._means[buffers, size] = _mean(self._buffers if buffers else self._named, size)
+        return self._means[buffers, size]
+
     def _of_buffers(self, size: int) -> Traffic:
         match self._averaging.buffers:
             case "average":
-                return _mean(self._buffers, size)
+                return self._mean(size, buffers=True)
             case "broadcast":
                 flats = [_meta(buffer.numel(), buffer.dtype) for buffer in self._buffers.values()]
                 gathers = [dryrun.predict(_gather(torch.cat(list(chunk))), size) for chunk in chunks(flats)]
@@ -180,20 +255,14 @@ def _size(scope: Scope | None, sizes: Mapping[str, int]) -> int:
     return sizes[scope]
 
 
-def _exchange(
-    reducer: Reducer, named: Mapping[str, Tensor], names: Sequence[str], world: int, step: int, number: int
-) -> Traffic:
-    parameters = [named[name] for name in names]
-    flat = _meta(sum(parameter.numel() for parameter in parameters), parameters[0].dtype)
-    views, slots = unflatten(flat, parameters), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
-    bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, round=number)
-    return dryrun.predict(reducer.reduce(bucket), world)
-
-
 def _mean(tensors: Mapping[str, Tensor], world: int) -> Traffic:
     flats = [_meta(tensor.numel(), tensor.dtype) for tensor in tensors.values()]
-    parts = [dryrun.predict(mean(torch.cat(list(chunk)), 0, world), world) for chunk in chunks(flats)]
-    return sum(parts, Traffic())
+    sizes = Counter((sum(piece.numel() for piece in chunk), chunk[0].dtype) for chunk in chunks(flats))
+    total = Traffic()
+    for (count, dtype), times in sizes.items():  # nearly all chunks are full ones
+        one = dryrun.predict(mean(_meta(count, dtype), 0, world), world)
+        total += Traffic(times * one.payload_bytes, times * one.wire_bytes, times * one.collectives)
+    return total
 
 
 def _gather(flat: Tensor) -> Rounds[None]:

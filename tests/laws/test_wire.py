@@ -21,6 +21,15 @@ def test_wire_bytes_are_the_least_a_rank_must_send(count: int, world: int) -> No
     assert traffic(AllToAll(rows), world) == Traffic(4 * count * world, (world - 1) * 4 * count, 1)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_sparse_tensor_sends_its_indices_as_well(world: int) -> None:
+    """Two of three entries in the same place: as they are handed over, not as they would be added up."""
+    values = torch.ones(3, 5, dtype=torch.float16)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 7, 7], [1, 2, 2]]), values, (100, 100, 5), check_invariants=True)
+    payload = 2 * 3 * 8 + 3 * 5 * 2
+    assert traffic(AllReduce(sparse), world) == Traffic(payload, -(-2 * (world - 1) * payload // world), 1)
+
+
 def once(collective: Callable[[torch.Tensor], Collective], tensor: torch.Tensor) -> Rounds[torch.Tensor]:
     return (yield collective(tensor))
 

@@ -479,6 +479,11 @@ def foretold(rank: int, text: str) -> None:
         "hierarchical_sgd({2: 1, 4: 2})",
         "sparseloco(4, buffers='local')",
         "local_sgd(period=QSR(base=3, alpha=1e-9))",
+        # Something is due in the very step after the warm-up.
+        "streaming_diloco(6, fragments=2, delay=2, warmup=5)",
+        "diloco(1, warmup=3, reducer=Warmup(5, Quantized(4)))",
+        "local_sgd(1, warmup=3)",
+        "ddp(reducer=Warmup(3, Cast('bf16', accumulate='wire')))",
     ],
 )
 def test_predicted_bytes_are_counted_bytes(text: str) -> None:

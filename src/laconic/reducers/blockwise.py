@@ -62,27 +62,30 @@ class Layout(NamedTuple):
 def layout(sizes: tuple[int, ...], block: int, world: int, align: int) -> Layout:
     """The layout of a bucket with parameters of these sizes."""
     chunk = -(-sum(sizes) // (world * align)) * align
-    chunks: list[list[tuple[int, int]]] = [[] for _ in range(world)]  # (start, length) of each block
+    chunks: list[list[Run]] = [[] for _ in range(world)]
     start = 0
     for size in sizes:
         position, end = start, start + size
         while position < end:
             owner = position // chunk
-            stop = min(end, (owner + 1) * chunk, position + block)
-            chunks[owner].append((position - owner * chunk, stop - position))
+            stop = min(end, (owner + 1) * chunk)
+            whole, rest = divmod(stop - position, block)
+            _append(chunks[owner], position - owner * chunk, whole, block)
+            _append(chunks[owner], stop - rest - owner * chunk, 1 if rest else 0, rest)
             position = stop
         start = end
-    return Layout(chunk, max(len(blocks) for blocks in chunks), tuple(_runs(blocks) for blocks in chunks))
+    scales = max(runs[-1].scale + runs[-1].blocks if runs else 0 for runs in chunks)
+    return Layout(chunk, scales, tuple(map(tuple, chunks)))
 
 
-def _runs(blocks: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    for scale, (start, length) in enumerate(blocks):
-        if runs and runs[-1].length == length:
-            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
-        else:
-            runs.append(Run(start, 1, length, scale))
-    return tuple(runs)
+def _append(runs: list[Run], start: int, blocks: int, length: int) -> None:
+    """So many blocks more; a run goes on where they are as long as its own."""
+    if not blocks:
+        return
+    if runs and runs[-1].length == length:
+        runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + blocks)
+    else:
+        runs.append(Run(start, blocks, length, runs[-1].scale + runs[-1].blocks if runs else 0))
 
 
 def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = None) -> Exchange:
