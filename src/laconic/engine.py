@@ -26,7 +26,7 @@ from laconic.replay import Readiness, replay
 from laconic.replicas import compare
 from laconic.routes import silent
 from laconic.state import VERSION, checked, kept_of
-from laconic.stats import Observer
+from laconic.stats import Counts, Observer
 from laconic.wire import CommunicationError, Ledger, TorchGroup, land
 
 
@@ -56,6 +56,9 @@ class Engine:
             process_group, identity, scopes(plan.strategy), plan.mesh, self.device, self.roll.worry, self.roll.worry_aside
         )
         self.group = self.groups.world
+        self._made = 0  # steps since it was attached
+        self._brought = Counts()  # what a loaded state had counted, less what was counted here until then
+        self._saved_counts = Counts()  # as of the last completed step
         self.probe = Probe()
         self.observers: list[Observer] = []
         self.hook: GradientHook | None = None
@@ -97,6 +100,7 @@ class Engine:
 
     def _after_step(self) -> None:
         step = self.roll.step = self.clock.step
+        self._made += 1
         if self._readiness is not None and self.hook is not None and self.hook.rounds:
             self._order, self._readiness = self._readiness.stop(), None
         partners = self._partners(step - 1)
@@ -110,6 +114,7 @@ class Engine:
         syncs = self.local.syncs if self.strategy.averaging else step
         if self._check_every and syncs > (before if self.strategy.averaging else step - 1) and syncs % self._check_every == 0:
             self.compare_replicas()
+        self._saved_counts = self.counts()
         for observer in self.observers:
             observer.stepped()
 
@@ -209,6 +214,14 @@ class Engine:
 
     # State
 
+    def counts(self) -> Counts:
+        """What the run has cost so far, before a resume and since."""
+        return self._brought + self.counts_here()
+
+    def counts_here(self) -> Counts:
+        """What it has cost since it was attached, whatever was loaded meanwhile."""
+        return Counts.of(self._made, self.ledger, self.aside)
+
     def state(self) -> dict[str, Any]:
         """This rank's communication state, as plain data."""
         if self.hook is not None:
@@ -223,6 +236,7 @@ class Engine:
             "step": self.clock.step,
             "ahead": self.clock.ahead,
             "rounds": self.hook.rounds if self.hook else 0,
+            "counts": self._saved_counts.state(),
             "order": self._ready_order(),
             "local": local,
             "memory": {name: dict(slot) for name, slot in self.memory.items() if slot},
@@ -236,6 +250,8 @@ class Engine:
             slot.clear()
             slot.update({key: value.detach().to(devices[name], copy=True) for key, value in saved.memory.get(name, {}).items()})
         self.clock.set(saved.step, saved.ahead)
+        self._brought = saved.counts + -self.counts_here()
+        self._saved_counts = saved.counts
         self.local.load(saved.local, saved.step)
         if self.hook is not None:
             self.hook.rounds = saved.rounds

@@ -54,7 +54,7 @@ class Meter:
         if tensorboard and rank == 0:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
         self._bytes: dict[str, int] = {}
-        self._before, self._time = run.stats(), time.perf_counter()
+        self._before, self._time = run.counts_here(), time.perf_counter()
         self._probe = run.observe(self)
         self._probe.watching = True
         self._look_ahead()
@@ -62,29 +62,29 @@ class Meter:
 
     def stepped(self) -> None:
         """The run has made a step."""
-        stats, now, before = self._run.stats(), time.perf_counter(), self._before
-        waited = None if stats.wait_seconds is None else stats.wait_seconds - (before.wait_seconds or 0.0)
+        step, counts, now = self._run.step, self._run.counts_here(), time.perf_counter()
+        spent = counts + -self._before
         self._write(
             {
                 "kind": "step",
-                "step": stats.steps,
+                "step": step,
                 "time": time.time(),
                 "seconds": now - self._time,
-                "payload_bytes": stats.payload_bytes - before.payload_bytes,
-                "wire_bytes": stats.wire_bytes - before.wire_bytes,
-                "collectives": stats.collectives - before.collectives,
-                "wait_seconds": waited,
-                "work_seconds": stats.work_seconds - before.work_seconds,
+                "payload_bytes": spent.total.payload_bytes,
+                "wire_bytes": spent.total.wire_bytes,
+                "collectives": spent.total.collectives,
+                "wait_seconds": spent.wait_seconds,
+                "work_seconds": spent.work_seconds,
             }
         )
         for sync in self._probe.syncs:
             self._write({"kind": "sync", **{key: getattr(sync, key) for key in sync.__dataclass_fields__}})
         self._probe.syncs.clear()
         if self._probe.layers:
-            self._write({"kind": "layers", "step": stats.steps, "layers": self._layers()})
+            self._write({"kind": "layers", "step": step, "layers": self._layers()})
             self._probe.layers.clear()
         self._look_ahead()
-        self._before, self._time = stats, now
+        self._before, self._time = counts, now
 
     def ended(self, failure: str | None) -> None:
         """The run is over."""

@@ -26,7 +26,7 @@ from laconic.probe import Probe
 from laconic.spec import saved
 from laconic.spec import strategy as read
 from laconic.state import checked, tied_to_strategy, without_averaging
-from laconic.stats import Observer, Stats
+from laconic.stats import Counts, Observer, Stats
 from laconic.variable import explain_unread
 from laconic.wire import CommunicationError, TorchGroup, land
 
@@ -136,23 +136,27 @@ class Run:
     # What a user asks for
 
     def stats(self) -> Stats:
-        """Counts since the run was attached; always on."""
-        engine = self._engine
-        total = engine.ledger.total
+        """Counts of the whole run, always on: a run that resumes goes on counting where its state was taken."""
+        engine, counts = self._engine, self._engine.counts()
         return Stats(
             steps=engine.clock.step,
             rounds=engine.hook.rounds if engine.hook else 0,
             syncs=engine.local.syncs,
-            collectives=total.collectives,
-            payload_bytes=total.payload_bytes,
-            wire_bytes=total.wire_bytes,
-            wait_seconds=engine.ledger.wait_seconds,
+            collectives=counts.total.collectives,
+            payload_bytes=counts.total.payload_bytes,
+            wire_bytes=counts.total.wire_bytes,
+            wait_seconds=counts.wait_seconds,
             skipped=engine.local.skipped,
-            aside_bytes=engine.aside.total.wire_bytes,
-            work_seconds=engine.ledger.work_seconds,
-            wire_bytes_by_kind={kind: cost.wire_bytes for kind, cost in engine.ledger.kinds.items()},
-            collectives_by_kind={kind: cost.collectives for kind, cost in engine.ledger.kinds.items()},
+            aside_bytes=counts.aside_bytes,
+            work_seconds=counts.work_seconds,
+            wire_bytes_by_kind={kind: cost.wire_bytes for kind, cost in counts.kinds.items()},
+            collectives_by_kind={kind: cost.collectives for kind, cost in counts.kinds.items()},
+            counted_steps=counts.steps,
         )
+
+    def counts_here(self) -> Counts:
+        """What it has cost since it was attached, whatever was loaded meanwhile: for differences from step to step."""
+        return self._engine.counts_here()
 
     def layout(self) -> list[list[str]]:
         """DDP's buckets as they are, by parameter name. DDP rebuilds them once, after the first backward."""

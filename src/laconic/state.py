@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from laconic.stats import Counts
+
 VERSION = 4
 
 
@@ -17,6 +19,7 @@ class State(NamedTuple):
     order: list[str] | None  # in which DDP's first backward made gradients ready
     memory: dict[str, dict[str, Tensor]]  # of the gradients' reducer, by parameter name
     local: dict[str, Any]  # what averaging between steps keeps
+    counts: Counts  # of the run until then; none, in a state of before there were any
 
 
 def checked(
@@ -32,6 +35,7 @@ def checked(
         order = None if state["order"] is None else [str(name) for name in state["order"]]
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
         local = {key: state["local"][key] for key in ("syncs", "skipped", "last", "rate", "drifted", "deltas")}
+        counts = Counts.load(state["counts"]) if "counts" in state else Counts()
         promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
         if local["deltas"] is not None:
             _check_deltas(local["deltas"])
@@ -59,7 +63,7 @@ def checked(
         if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
             found = f"one of shape {tuple(anchor.shape)}" if isinstance(anchor, Tensor) else "none; was it frozen then?"
             raise ValueError(f"{name!r} needs an anchor of shape {tuple(parameter.shape)}, and the state has {found}")
-    return State(step, ahead, rounds, order, memory, local)
+    return State(step, ahead, rounds, order, memory, local, counts)
 
 
 def kept_of(memory: Mapping[str, Mapping[str, Tensor]], deltas: Mapping[str, Any] | None) -> list[str]:

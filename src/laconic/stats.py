@@ -1,12 +1,61 @@
 """What a run tells of itself."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from laconic.wire import Ledger, Traffic
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What so many steps have cost one rank."""
+
+    steps: int = 0
+    kinds: Mapping[str, Traffic] = field(default_factory=dict)  # by kind of collective
+    wait_seconds: float | None = 0.0
+    work_seconds: float = 0.0
+    aside_bytes: int = 0
+
+    @classmethod
+    def of(cls, steps: int, ledger: Ledger, aside: Ledger) -> Self:
+        """Of all that the ledgers have counted so far."""
+        return cls(steps, dict(ledger.kinds), ledger.wait_seconds, ledger.work_seconds, aside.total.wire_bytes)
+
+    @property
+    def total(self) -> Traffic:
+        return sum(self.kinds.values(), Traffic())
+
+    def __add__(self, other: "Counts") -> "Counts":
+        none = Traffic()
+        kinds = {kind: self.kinds.get(kind, none) + other.kinds.get(kind, none) for kind in {**self.kinds, **other.kinds}}
+        known = self.wait_seconds is not None and other.wait_seconds is not None
+        return Counts(
+            self.steps + other.steps,
+            kinds,
+            (self.wait_seconds or 0.0) + (other.wait_seconds or 0.0) if known else None,
+            self.work_seconds + other.work_seconds,
+            self.aside_bytes + other.aside_bytes,
+        )
+
+    def __neg__(self) -> "Counts":
+        kinds = {kind: Traffic() - cost for kind, cost in self.kinds.items()}
+        return Counts(-self.steps, kinds, self.wait_seconds and -self.wait_seconds, -self.work_seconds, -self.aside_bytes)
+
+    def state(self) -> dict[str, Any]:
+        """Plain data."""
+        kinds = {kind: [cost.payload_bytes, cost.wire_bytes, cost.collectives] for kind, cost in self.kinds.items()}
+        return {**vars(self), "kinds": kinds}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Self:
+        """From plain data."""
+        return cls(**{**state, "kinds": {kind: Traffic(*map(int, cost)) for kind, cost in state["kinds"].items()}})
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank has done so far."""
+    """What one rank has done so far, in the whole of the run: what came before a resume counts as well."""
 
     steps: int  # attempted optimizer steps
     rounds: int  # exchanges of all gradients
@@ -20,6 +69,14 @@ class Stats:
     work_seconds: float  # time in which exchanges encoded and decoded, as far as the host knows
     wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
     collectives_by_kind: dict[str, int]
+    # Those of the steps that collectives, bytes and seconds are of. All of them, unless the run goes on from a state that was
+    # saved before states had these counts: then those since.
+    counted_steps: int = 0
+
+    @property
+    def wire_bytes_per_step(self) -> float:
+        """On average over the steps that were counted."""
+        return self.wire_bytes / self.counted_steps if self.counted_steps else 0.0
 
 
 class Observer(Protocol):

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
+from laconic.report import runs
 from tests.models import build, chain, difference, everything, same_bits, vectors, weights
 from tests.ranks import ranks
 
@@ -172,3 +173,64 @@ def finalized_by_hand(rank: int) -> None:
 )
 def test_resume_where_backward_is_finalized_by_hand() -> None:
     ranks(3, finalized_by_hand)
+
+
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        model(vectors(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counted(rank: int, strategy: str, folder: str) -> None:
+    """Steps and bytes are of one scope: of the whole run, also after a resume and after going back."""
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, strategy) as run:
+        go(model, optimizer, rank, range(4))
+        half, state = run.stats(), copy.deepcopy(run.state_dict())
+        go(model, optimizer, rank, range(4, 8))
+        whole = run.stats()
+        run.detach()
+    assert whole.counted_steps == whole.steps == 8
+    new = laconic.attach(model, optimizer, strategy)
+    new.load_state_dict(state)
+    assert counts(new) == counts_of(half)
+    assert (new.stats().wait_seconds, new.stats().work_seconds) == (half.wait_seconds, half.work_seconds)
+    laconic.Meter(new, folder)
+    go(model, optimizer, rank, range(4, 8))
+    assert counts(new) == counts_of(whole)
+    assert new.stats().wire_bytes_per_step == whole.wire_bytes / 8 > 0
+    new.load_state_dict(state)  # back again, as a script may that has found its loss to be no number
+    assert counts(new) == counts_of(half)
+    go(model, optimizer, rank, range(4, 8))
+    assert counts(new) == counts_of(whole)
+    del state["counts"]  # one of before there were any
+    new.load_state_dict(state)
+    assert (new.stats().steps, new.stats().counted_steps, new.stats().wire_bytes_per_step) == (4, 0, 0.0)
+    go(model, optimizer, rank, range(4, 8))
+    late = new.stats()
+    assert (late.steps, late.counted_steps) == (8, 4)
+    assert late.wire_bytes == whole.wire_bytes - half.wire_bytes
+    assert late.wire_bytes_per_step == late.wire_bytes / 4
+    assert new.state_dict()["counts"]["steps"] == 4
+    new.detach()
+
+
+def counts_of(stats: laconic.Stats) -> dict[str, Any]:
+    return {key: value for key, value in vars(stats).items() if not key.endswith("_seconds")}
+
+
+def counts(run: laconic.Run) -> dict[str, Any]:
+    return counts_of(run.stats())
+
+
+@pytest.mark.parametrize("strategy", ["int8(warmup=2)", "diloco(2, reducer=Quantized(8))"])
+def test_stats_go_on_after_a_resume(strategy: str, tmp_path: Path) -> None:
+    ranks(2, counted, strategy, str(tmp_path))
+    for record in runs.read(tmp_path):
+        assert [row["step"] for row in record.steps] == [5, 6, 7, 8] * 3
+        one, two, three = (record.steps[first : first + 4] for first in (0, 4, 8))
+        sent = [[row["wire_bytes"] for row in part] for part in (one, two, three)]
+        assert sent[0] == sent[1] == sent[2], "of each step its own, whatever was loaded before it"
+        assert all(row["wait_seconds"] >= 0 and row["work_seconds"] >= 0 for row in record.steps)
