@@ -121,6 +121,7 @@ class Meter:
             "version": VERSION,
             "time": time.time(),
             "strategy": str(run.strategy),
+            "cycle": run.strategy.cycle,
             "rank": run.group.rank,
             "world": run.group.world,
             "step": run.step,

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from laconic.cli import app
 from laconic.lab.link import Link, start
 from laconic.meter import JsonLines
 from laconic.report import run_page, runs
-from laconic.report.watching import watch
+from laconic.report.terminal import human
+from laconic.report.watching import _cells, watch
 from tests.lab.test_link import needs_link
 from tests.models import build, chain, same_bits, vectors, weights
 from tests.ranks import ranks
@@ -234,6 +237,45 @@ def test_a_run_is_watched_while_it_goes_on_and_after_its_end(tmp_path: Path) -> 
     assert "&lt;b&gt;int8()&lt;/b&gt;" in text
     assert "<b>int8()" not in text
     assert CliRunner().invoke(app, ["report", str(tmp_path)]).exit_code == 0
+
+
+def test_a_folder_that_is_not_there_is_waited_for_in_words(tmp_path: Path) -> None:
+    folder, out = tmp_path / "not/there", io.StringIO()
+    watcher = threading.Thread(target=watch, args=(folder, Console(file=out, width=300)), daemon=True)
+    watcher.start()
+    for _ in range(1000):
+        if "waiting" in out.getvalue():
+            break
+        time.sleep(0.01)
+    said = out.getvalue()
+    assert f"{folder} does not exist yet; waiting for a run to write there: laconic run --record {folder}" in said
+    folder.mkdir(parents=True)
+    lines = [start_row(0, 1), STEP, {"kind": "end", "time": 0.0}]
+    (tmp_path / "whole").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "whole").rename(folder / "rank-0.jsonl")
+    watcher.join(timeout=60)
+    assert "ended" in out.getvalue()
+
+
+def recorded(folder: Path, steps: int, period: int, *, ended: bool, known: bool = True) -> None:
+    """A run that sends 340,000 bytes at the end of each period."""
+    lines: list[dict[str, Any]] = [start_row(0, 1) | ({"cycle": period} if known else {})]
+    lines += [{**STEP, "step": n, "wire_bytes": 0 if n % period else 340_000} for n in range(1, steps + 1)]
+    lines += [{"kind": "end", "time": 0.0}] if ended else []
+    (folder / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("steps", [60, 64, 100, 7, 16])
+def test_watch_and_report_show_the_same_bytes_a_step(steps: int, tmp_path: Path) -> None:
+    for ended, known in ((True, True), (True, False), (False, True)):
+        recorded(tmp_path, steps, 16, ended=ended, known=known)
+        (record,) = runs.read(tmp_path)
+        shown = _cells(record)[3]
+        if ended:
+            assert shown in run_page.page([record])
+            assert shown == human(steps // 16 * 340_000 / steps)
+        else:
+            assert shown == (human(340_000 / 16) if steps >= 16 else human(0)), "whole periods while it goes on"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,16 @@ def watch(folder: Path, console: Console, *, once: bool = False) -> None:
     if once:
         console.print(picture(read(folder)))
         return
+    if not any(folder.glob("rank-*.jsonl")):
+        # Not in the live picture: that is shown in a terminal alone, and a name that is misspelt would be waited for unseen.
+        what = "is empty of records" if folder.is_dir() else "does not exist yet"
+        console.print(
+            f"{folder} {what}; waiting for a run to write there: laconic run --record {folder} ..., or "
+            f"laconic.Meter(run, {str(folder)!r}) in a script. Ctrl-C ends the wait.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     with Live(console=console, refresh_per_second=4) as live:
         while True:
             if any(folder.glob("rank-*.jsonl")):
@@ -27,8 +37,6 @@ def watch(folder: Path, console: Console, *, once: bool = False) -> None:
                 live.update(picture(records))
                 if records and all(record.end is not None for record in records):
                     return
-            else:
-                live.update(Text(f"waiting for a run to be recorded in {folder}"))
             time.sleep(0.5)
 
 
@@ -48,10 +56,11 @@ def picture(records: list[RankRecord]) -> Group:
 
 
 def _cells(record: RankRecord) -> list[str]:
-    seconds = record.mean("seconds", RECENT_STEPS)
+    last = record.recent(RECENT_STEPS)
+    seconds = record.mean("seconds", last)
     if seconds is None:
         return [str(record.rank), str(record.start["step"]), "", "", "", "", _state(record)]
-    sent, waited, worked = (record.mean(key, RECENT_STEPS) for key in ("wire_bytes", "wait_seconds", "work_seconds"))
+    sent, waited, worked = (record.mean(key, last) for key in ("wire_bytes", "wait_seconds", "work_seconds"))
     return [
         str(record.rank),
         str(record.steps[-1]["step"]),
