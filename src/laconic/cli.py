@@ -4,12 +4,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+from laconic.variable import expect_no_effect
+
+EXTRA = {"numpy", "plotly", "pyroute2", "rich", "sklearn", "typer"}  # the modules of the extra `lab`, in pyproject.toml
+
+
+def _lacking(error: ImportError) -> SystemExit:
+    """What to say, in a line, where one of them is not installed."""
+    name = (error.name or "typer").partition(".")[0]
+    return SystemExit(
+        f"the laconic command needs {name}, which `pip install .` leaves out; in laconic's folder: pip install '.[lab]'"
+    )
+
+
 try:
     import typer
 except ImportError as error:
-    raise SystemExit("the command line needs typer and rich: pip install 'laconic[lab]'") from error
-
-from laconic.variable import expect_no_effect
+    raise _lacking(error) from error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,7 +246,12 @@ def new_task(path: Annotated[Path, typer.Argument(help="the file to write")] = P
 
 def main() -> None:
     """The program."""
-    app()
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            raise
+        raise _lacking(error) from error
 
 
 if __name__ == "__main__":

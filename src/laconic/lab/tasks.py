@@ -142,7 +142,7 @@ class Digits:
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ValueError("the task digits needs scikit-learn: pip install 'laconic[lab]'") from error
+            raise ValueError("the task digits needs scikit-learn: in laconic's folder, pip install '.[lab]'") from error
         images, labels = load_digits(return_X_y=True)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
