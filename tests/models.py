@@ -65,9 +65,14 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def everything(model: nn.Module, optimizers: list[Any], run: Any) -> dict[str, Any]:
-    """All that a run is, as it is now: weights, the optimizers' and the scaler's state, the run's with its counters."""
+    """All that a run is, as it is now: weights, the optimizers' and the scaler's state, the run's with its counters.
+
+    But for the seconds that it has waited and worked, which no two runs have alike.
+    """
     state = {"model": dict(model.state_dict()), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    return copy.deepcopy({**state, "scaler": run.scaler and run.scaler.state_dict(), "run": run.state_dict()})
+    own = run.state_dict()
+    own["counts"] = {key: value for key, value in own["counts"].items() if not key.endswith("_seconds")}
+    return copy.deepcopy({**state, "scaler": run.scaler and run.scaler.state_dict(), "run": own})
 
 
 def difference(left: Any, right: Any, where: str = "state") -> str | None:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import pytest
-
 import laconic
 from laconic.cli import EXTRA
 from tests.lab.made import result

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic.checkpoint import manifest
 from tests.models import build, chain, difference, everywhere_equal, same_bits, vectors, weights
 from tests.ranks import last_ranks, ranks
 
@@ -106,8 +107,10 @@ def test_foreign_and_newer_checkpoints_are_refused(tmp_path: Path) -> None:
     ranks(2, written, str(tmp_path), steps=1)
     (folder,) = tmp_path.iterdir()
     ranks(2, refused, str(folder), "bf16()", r"the checkpoint is of ddp\(.*attached is bf16\(\).*strict=False")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99, "laconic": "9.0"}))
+    facts = {**json.loads((folder / "manifest.json").read_text()), "format": 99, "laconic": "9.0"}
+    del facts["checksum"]
+    newer = {**facts, "checksum": manifest.checksum(facts)}  # else it would be a damaged one
+    (folder / "manifest.json").write_text(json.dumps(newer))
     ranks(2, refused, str(folder), STRATEGY, "has format 99.*written by laconic 9.0")
     (folder / "manifest.json").write_text(json.dumps({"name": "something else"}))
     ranks(2, refused, str(folder), STRATEGY, "is not a laconic checkpoint's")

@@ -41,7 +41,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         with (folder / FILE).open("w") as file:
-            json.dump({**asdict(self), CHECKSUM: _checksum(asdict(self))}, file, indent=1)
+            json.dump({**asdict(self), CHECKSUM: checksum(asdict(self))}, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
@@ -55,7 +55,8 @@ def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, An
     return Manifest(FORMAT, __version__, torch.__version__, platform.python_version(), now, step, world_size, strategy, files)
 
 
-def _checksum(facts: Mapping[str, Any]) -> str:
+def checksum(facts: Mapping[str, Any]) -> str:
+    """Of a manifest without its checksum, of any format."""
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -75,7 +76,7 @@ def read(folder: Path) -> Manifest:
         raise ValueError(f"{folder / FILE} is not a laconic checkpoint's")
     # Before the format: a flipped bit there is damage, not another version. (Format 1 had no checksum; a later one keeps it.)
     written = data.pop(CHECKSUM, None)
-    if written is not None and written != _checksum(data):
+    if written is not None and written != checksum(data):
         raise ValueError(f"{folder / FILE} is damaged: its checksum is not the one that was written down")
     if data["format"] != FORMAT:
         raise FormatError(
