@@ -191,6 +191,14 @@ class RollCall:
             "load it on all ranks, or on none"
         )
 
+    def mark_restored(self) -> None:
+        """Before it leaves: this rank's parameters are not the run's any more, the user has loaded others."""
+        self._store.set(f"restored {self._rank}", "")
+
+    def restored(self) -> list[bool]:
+        """Which ranks have said so; the same on all ranks once all have left."""
+        return [self._store.check([f"restored {rank}"]) for rank in range(len(self._members))]
+
     def leave(self, *, drifted: bool, may_differ: bool) -> bool:
         """Report, wait until all have left, raise if they don't fit together; whether any rank has drifted."""
         self.report(f"left after {self.step} steps", drifted=drifted)

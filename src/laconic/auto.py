@@ -73,6 +73,12 @@ class Auto:
         remember_rank()
         self._ddps[ddp] = AutoRun(ddp)
         ddp.register_forward_pre_hook(_before_forward)
+        ddp.module.register_load_state_dict_post_hook(_after_load)
+
+    def saw_weights(self, module: nn.Module) -> None:
+        for one in self._live:
+            if one.overlaps(module):
+                one.saw_weights()
 
     def saw_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -290,6 +296,11 @@ def _around_building(kind: type, saw: Callable[[Any], None], before: Callable[[A
 def _before_forward(ddp: DistributedDataParallel, inputs: object) -> None:
     if _auto is not None:
         _auto.before_forward(ddp)
+
+
+def _after_load(module: nn.Module, keys: object) -> None:
+    if _auto is not None:
+        _auto.saw_weights(module)
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

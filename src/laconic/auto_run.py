@@ -35,6 +35,7 @@ class AutoRun:
         self._ddp = weakref.ref(ddp)
         self._parameters = parameters_of(ddp)
         self.followed = True  # no optimizer has been built since its last forward
+        self._restored: int | None = None  # after how many steps the script has loaded the module's weights
         self.first_step = 0  # of this run: a checkpoint may have been loaded
 
     @property
@@ -63,7 +64,7 @@ class AutoRun:
         assert ddp is not None, "its forward is running"
         registered = Dispatcher.knows(ddp)
         self.run = attach(ddp, list(optimizers), strategy, scaler=scaler)
-        self.followed = True
+        self.followed, self._restored = True, None
         say(_attached(self.run))
         self._load_agreed(loaded)
         self.first_step = self.run.step
@@ -128,6 +129,10 @@ class AutoRun:
             "every rank, each to a file of its own, to resume exactly"
         )
 
+    def saw_weights(self) -> None:
+        """The script has loaded weights into the module."""
+        self._restored = None if self.run is None else self.run.step
+
     def finish(self) -> None:
         """All went well: outstanding exchanges are completed, replicas made equal, everything taken off. All ranks together.
 
@@ -139,6 +144,8 @@ class AutoRun:
             run.warn_if_still_warming_up()
             run.detach()
         elif run is not None:
+            if self._restored == run.step:
+                run.keep_restored()
             run.__exit__(None, None, None)
 
     def fail(self, error: BaseException) -> None:

@@ -150,6 +150,15 @@ class LocalUpdates:
         if self.deltas is not None:
             self.deltas.restart()
 
+    @torch.no_grad()
+    def discard_outstanding(self) -> None:
+        """Complete what is outstanding, and let nothing of it into the parameters; all ranks together."""
+        if self.deltas is not None and self.deltas.airborne:
+            kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            self.deltas.land_all()
+            for name, parameter in self._parameters.items():
+                parameter.copy_(kept[name])
+
     def average_into_place(self, ledger: Ledger, *, atomic: bool) -> None:
         """Parameters and buffers become the mean of the replicas'; nothing else is touched."""
         ParameterAverager(self._parameters, ledger).average(self._groups.world, atomic=atomic)

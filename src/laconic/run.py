@@ -90,6 +90,7 @@ class Run:
         self._engine = engine
         self._live, self._in_consensus = True, False
         self._failure: str | None = None
+        self._may_differ = False  # it ends so, and that is the user's wish
         self._last_task: Callable[[bool], object] | None = None
 
     @property
@@ -117,7 +118,13 @@ class Run:
                 land(pulse(False, engine.device), engine.group, engine.control)
             if engine.roll.leave(drifted=engine.drifted, may_differ=stop):
                 with engine.during("making replicas equal"):
-                    engine.local.equalise(engine.ledger)
+                    restored = engine.roll.restored()
+                    if any(restored):
+                        engine.local.discard_outstanding()
+                    if not any(restored) or all(restored):
+                        engine.local.equalise(engine.ledger)
+                    else:
+                        self._may_differ = True
             self.warn_if_still_warming_up()
             # The store lives in one rank's process: nobody goes before all have read it.
             land(pulse(False, engine.device), engine.group, engine.control)
@@ -235,7 +242,7 @@ class Run:
                 observer.ended(self._failure)
             drifted = self._engine.drifted
             self._engine.stop()
-        if drifted and not failed:
+        if drifted and not failed and not self._may_differ:
             warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=3)
 
     # What a checkpoint needs
@@ -362,6 +369,14 @@ class Run:
         except ValueError:
             return False
         return True
+
+    def keep_restored(self) -> None:
+        """Say before `__exit__` that this rank's parameters were loaded by the user since the last step.
+
+        Nothing of the steps before goes into them any more. If all ranks say so, replicas become their mean; if only some do,
+        each keeps its own: the user has yet to send them to the others.
+        """
+        self._engine.roll.mark_restored()
 
     def await_loads(self) -> None:
         """Before a `load_state_dict` in mid-run that other ranks may not know of: an error on all where some don't."""

@@ -72,7 +72,7 @@ def loading_alone(rank: int, text: str, which: int) -> str:
         return str(failure.value)
 
 
-@pytest.mark.parametrize(("text", "which"), [("int8()", 0), ("diloco(4)", 1)])
+@pytest.mark.parametrize(("text", "which"), [("int8()", 0), pytest.param("diloco(4)", 1, marks=pytest.mark.soak)])
 def test_a_load_in_mid_run_on_some_ranks_is_an_error_on_all_that_names_them(text: str, which: int) -> None:
     for sentence in last_ranks(3, loading_alone, text, which):
         others = ", ".join(str(rank) for rank in range(3) if rank != which)
@@ -172,3 +172,26 @@ def test_a_ddp_that_the_script_attaches_by_itself_is_left_alone() -> None:
     said, silence = ranks(2, by_hand_as_well)
     assert said.count("laconic: int8() is not attached to this Sequential: its AdamW is attached to another run already") == 1
     assert (said.count("\n"), silence) == (1, "")
+
+
+def restoring(rank: int, text: str, again: bool) -> bool:
+    """Whether the best weights so far, loaded after the last step, are untouched by the end of the run."""
+    with installed(text):
+        model, optimizer = build()
+        for number in range(10):
+            step(model, optimizer, number)
+        best = [copy.deepcopy(model.module.state_dict())]
+        dist.broadcast_object_list(best)
+        for number in range(10, 14):
+            step(model, optimizer, number)
+        model.module.load_state_dict(best[0])
+        if again:
+            model = DistributedDataParallel(model.module)
+        assert auto._auto is not None
+        auto._auto.finish()
+        return same_bits(weights(model), list(best[0].values()))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the end", "another fit"])
+def test_weights_that_the_script_restores_at_the_end_are_touched_by_nothing_outstanding(again: bool) -> None:
+    assert ranks(2, restoring, "streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", again) == [True, True]
