@@ -19,13 +19,13 @@ def launch(
     from torch.distributed.run import parse_args
 
     parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    with _path_of(None if parsed.module else parsed.training_script):
+        text = str(read(strategy))
     if parsed.no_python:
         raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
     script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
     if not parsed.module and not Path(parsed.training_script).is_file():
         raise ValueError(f"there is no script {parsed.training_script}")
-    with _path_of(parsed.training_script if not parsed.module else None):
-        text = str(read(strategy))
     environment = {"LACONIC_STRATEGY": text}
     if record is not None:
         environment["LACONIC_RECORD"] = str(record.resolve())
