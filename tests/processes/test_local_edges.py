@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic.averaging import ParameterAverager
 from laconic.moments import Moments
-from laconic.wire import Ledger
+from laconic.wire import Ledger, TorchGroup
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.processes.test_local import adam, go, parameters
 from tests.ranks import ranks
@@ -58,6 +59,7 @@ def unlike_memory(rank: int) -> None:
             if step == 6:
                 run.swap("ddp()")
                 assert everywhere_equal(parameters(model))
+                assert {float(state["step"]) for state in optimizer.state.values() if state} == {6}, "the largest, no mean"
             loss = model(vectors(rank, step)).square().sum()
             scaler.scale(loss * (float("inf") if rank == 1 and step == 3 else 1.0)).backward()
             if step < 6 and rank == 0:
@@ -67,6 +69,27 @@ def unlike_memory(rank: int) -> None:
             optimizer.zero_grad()
             if step >= 6:
                 assert everywhere_equal(parameters(model)), step
+
+
+def unlike_counts(rank: int) -> None:
+    model = build(chain)
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with laconic.attach(model, optimizer, "local_sgd(4, moments='average')", scaler=scaler):
+        for step in range(4):
+            loss = model(vectors(rank, step)).square().sum()
+            scaler.scale(loss * (float("inf") if rank == 1 and step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {4 - rank}, "a count of steps is no moment"
+        assert everywhere_equal([state["exp_avg"] for state in optimizer.state.values()])
+    counts = torch.tensor([3 * rank, 5 - rank])
+    ParameterAverager({"counts": counts}, Ledger()).average(TorchGroup(dist.distributed_c10d._get_default_group()))
+    assert counts.tolist() == [3, 5]
+
+
+def test_of_counts_there_is_no_mean() -> None:
+    ranks(2, unlike_counts)
 
 
 def test_memory_is_equal_before_gradients_are_averaged() -> None:

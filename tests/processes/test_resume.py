@@ -1,6 +1,7 @@
 """A resumed run is the same run, to the bit, for every strategy."""
 
 import copy
+import random
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def started(text: str, scaled: bool) -> tuple[Any, Any, Any]:
 
 
 def step_once(model: Any, optimizer: Any, run: Any, rank: int, step: int) -> None:
-    noise = torch.randn(3)  # a step may draw random numbers
+    noise = torch.randn(3) * random.random()  # a step may draw random numbers, of torch's and of Python's
     loss = model(vectors(rank, step)).square().mean() + (model(vectors(rank, step)).mean(0) * noise).sum()
     if run.scaler is None:
         loss.backward()
@@ -68,6 +69,7 @@ def step_once(model: Any, optimizer: Any, run: Any, rank: int, step: int) -> Non
 def straight(rank: int, text: str, folder: str, saves: list[int], scaled: bool) -> dict[str, Any]:
     """Train to the end, with checkpoints on the way, which must change nothing."""
     torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
     model, optimizer, run = started(text, scaled)
     saved = {}
     for step in range(STEPS):
@@ -83,6 +85,7 @@ def straight(rank: int, text: str, folder: str, saves: list[int], scaled: bool) 
 
 def resumed(rank: int, text: str, folder: str, at: int, scaled: bool) -> dict[str, Any]:
     torch.manual_seed(55)
+    random.seed(55)
     model, optimizer, run = started(text, scaled)
     loaded = laconic.checkpoint.load(Path(folder) / f"step-{at:08d}", run=run)
     assert (loaded.step, loaded.extra) == (at, {"step": at, "rank": rank})
