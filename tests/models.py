@@ -67,11 +67,10 @@ def same_bits(left: list[Tensor], right: list[Tensor]) -> bool:
 def everything(model: nn.Module, optimizers: list[Any], run: Any) -> dict[str, Any]:
     """All that a run is, as it is now: weights, the optimizers' and the scaler's state, the run's with its counters.
 
-    But for the seconds that it has waited and worked, which no two runs have alike.
+    But for what it has cost: seconds are never alike, and a resumed run sends again what was outstanding.
     """
     state = {"model": dict(model.state_dict()), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    own = run.state_dict()
-    own["counts"] = {key: value for key, value in own["counts"].items() if not key.endswith("_seconds")}
+    own = {key: value for key, value in run.state_dict().items() if key != "counts"}
     return copy.deepcopy({**state, "scaler": run.scaler and run.scaler.state_dict(), "run": own})
 
 

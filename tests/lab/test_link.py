@@ -124,8 +124,8 @@ def test_what_one_host_gets_from_several_and_sends_to_several_shares_its_cable()
 
 @needs_link
 def test_hosts_see_their_own_cable_alone() -> None:
-    code = "print([line.split(':')[0].strip() for line in open('/proc/self/net/dev')][2:])"
-    output, _ = run(code, 2, LIMITED)
+    seen = "[line.split(':')[0].strip() for line in open('/proc/self/net/dev')][2:]"
+    output, _ = run(f"import sys; seen = {seen}; sys.stdout.write(str(seen) + '\\n')", 2, LIMITED)
     assert output == "['lo', 'eth0']\n" * 2
     before = Path("/proc/net/dev").read_text().count(":")
     run("pass", 2, LIMITED)

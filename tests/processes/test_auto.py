@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 import laconic
 from laconic import UnevenError, auto
-from tests.models import same_bits, weights
+from tests.models import difference, same_bits, weights
 from tests.ranks import last_ranks, ranks
 
 PATCHED = [
@@ -80,15 +80,6 @@ def test_a_load_in_mid_run_on_some_ranks_is_an_error_on_all_that_names_them(text
         assert "load it on all ranks, or on none" in sentence
 
 
-def numbers(state: Any) -> Any:
-    """A state whose parts can be compared by `==`."""
-    if isinstance(state, dict):
-        return {key: numbers(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [numbers(value) for value in state]
-    return state.tolist() if isinstance(state, Tensor) else state
-
-
 def rolling_back(rank: int, text: str) -> None:
     """Twice, to one checkpoint: nothing of the steps in between is left."""
 
@@ -107,6 +98,7 @@ def rolling_back(rank: int, text: str) -> None:
         for number in range(14, 25):
             step(model, optimizer, number)
         last: dict[str, Any] = copy.deepcopy(optimizer.state_dict()["laconic"])
+        del last["counts"]  # seconds are never alike, and what was outstanding is sent again
         assert auto._auto is not None
         auto._auto.finish()
         return weights(model), last
@@ -115,7 +107,7 @@ def rolling_back(rank: int, text: str) -> None:
         straight, state = train(())
         back, another = train((5, 3))
     assert same_bits(straight, back)
-    assert numbers(another) == numbers(state)
+    assert difference(another, state) is None
 
 
 @pytest.mark.parametrize("text", ["streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", "powersgd(rank=1, warmup=2)"])

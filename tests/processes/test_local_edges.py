@@ -289,3 +289,26 @@ def apart_in_memory(rank: int) -> None:
 
 def test_parameters_with_gaps_in_memory() -> None:
     ranks(2, apart_in_memory)
+
+
+def after_a_local_phase(rank: int, detach_first: bool) -> None:
+    """A forward that raised while DDP was kept from communicating, and a run that ended then, leave a plain DDP."""
+    model = build(chain)
+    optimizer = adam(model)
+    run = laconic.attach(model, optimizer, "silent()")
+    list(go(model, optimizer, rank, range(2)))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.zeros(8, 3))
+    if detach_first:
+        run.detach()
+    else:
+        run.swap("ddp()")
+    optimizer.zero_grad()
+    model(vectors(rank, 3)).square().mean().backward()
+    assert everywhere_equal([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    run.detach()
+
+
+@pytest.mark.parametrize("detach_first", [True, False])
+def test_after_a_local_phase_ddp_communicates_again(detach_first: bool) -> None:
+    ranks(2, after_a_local_phase, detach_first)

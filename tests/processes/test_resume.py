@@ -104,10 +104,6 @@ def check(world: int, text: str, folder: Path, saves: list[int], scaled: bool = 
         found = ranks(world, resumed, text, str(folder), at, scaled)
         for rank in range(world):
             expected = {**wanted[rank], "saved": {at: wanted[rank]["saved"][at]}}
-            deltas = expected["saved"][at]["run"]["local"]["deltas"]
-            if deltas and deltas["air"]:  # what was outstanding is sent again, and its bytes count once more
-                for end in (found[rank]["end"], expected["end"]):
-                    end["run"] = {**end["run"], "counts": None}
             unlike = difference(found[rank], expected, f"{text}, resumed at {at}, rank {rank}: ")
             assert unlike is None, unlike
 

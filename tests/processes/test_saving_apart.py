@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -227,3 +228,19 @@ def test_another_version_is_an_error_and_no_reason_to_begin_anew(tmp_path: Path)
 def test_what_would_come_back_as_something_else_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="extra/x"):
         pack({"extra": {"x": make()}}, "/".join)
+
+
+def scaled(rank: int, folder: str) -> None:
+    for scale in (8.0, 2.0):
+        model = build(chain)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=scale)
+        with laconic.attach(model, optimizer, "ddp()", scaler=scaler) as run:
+            if scale == 8:
+                laconic.checkpoint.save(folder, run=run)
+            else:
+                laconic.checkpoint.load(folder, run=run)
+        assert scaler.get_scale() == 8
+
+
+def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
+    ranks(1, scaled, str(tmp_path))
