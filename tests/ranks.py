@@ -1,7 +1,8 @@
 """`ranks(n, fn)`: run a function on n live gloo ranks.
 
-Importing torch takes seconds, so the processes live on and are sent one function after another; each call gets a process
-group of its own. A call that fails or takes too long ends the whole pool: the next one, which is warm already, takes over.
+Importing torch takes seconds, so it is imported once, by a server that forks a rank wherever one is needed; and the ranks live
+on and are sent one function after another. Each call gets a process group of its own. A call that fails or takes too long ends
+the whole pool.
 """
 
 import atexit
@@ -20,6 +21,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 Extra = ParamSpec("Extra")
 Result = TypeVar("Result")
 
+# What ranks need and what takes long. All of it can be forked: none starts a thread when it is imported.
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "hypothesis", "laconic.run"]
 GROUP_TIMEOUT = timedelta(seconds=90)
 PATIENCE_SECONDS = 1.0  # of the ranks here: tests of peers that are gone wait for it
 
@@ -51,7 +54,6 @@ def _serve(pipe: Connection) -> None:
 class _Pool:
     def __init__(self) -> None:
         self.members: list[tuple[Any, Connection]] = []
-        self.spares: list[tuple[Any, Connection]] = []  # of the next pool: they import torch while this one works
 
     def grow(self, size: int) -> None:
         # One thread a process, and in the threads that torch starts for callbacks too, where set_num_threads doesn't reach.
@@ -59,9 +61,7 @@ class _Pool:
         if not all(process.is_alive() for process, _ in self.members):  # after its last answer: torch's threads may do that
             self.end()
         while len(self.members) < size:
-            self.members.append(self.spares.pop(0) if self.spares else _start())
-        while len(self.spares) < len(self.members):
-            self.spares.append(_start())
+            self.members.append(_start())
 
     def end(self) -> None:
         for process, pipe in self.members:
@@ -70,22 +70,21 @@ class _Pool:
             process.join()
         self.members = []
 
-    def close(self) -> None:
-        self.members, self.spares = [*self.members, *self.spares], []
-        self.end()
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(PRELOADED)
 
 
 def _start() -> tuple[Any, Connection]:
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return process, ours
 
 
 _pool = _Pool()
-atexit.register(_pool.close)
+atexit.register(_pool.end)
 
 
 def ranks(world: int, fn: Callable[Concatenate[int, Extra], Result], *args: Extra.args, **kwargs: Extra.kwargs) -> list[Result]:
