@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.averaging import ParameterAverager
+from laconic.groups import AIR
 from laconic.moments import Moments
 from laconic.wire import Ledger, TorchGroup
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.processes.test_local import adam, go, parameters
-from tests.ranks import ranks
+from tests.ranks import GROUP_TIMEOUT, ranks
 
 
 def lopsided(rank: int, text: str, uneven: str) -> None:
@@ -212,6 +213,19 @@ def too_late(rank: int) -> None:
 
 def test_detach_after_the_groups_are_gone() -> None:
     ranks(1, too_late)
+
+
+def own_groups(rank: int) -> None:
+    model = build(chain)
+    run = laconic.attach(model, adam(model), "streaming_diloco(4, fragments=2, delay=2)")
+    built = run._engine.groups[AIR].process_group
+    assert built is not run.group.process_group
+    assert built._get_backend(torch.device("cpu")).options._timeout == GROUP_TIMEOUT
+    run.detach()
+
+
+def test_groups_of_our_own_have_the_timeout_of_the_users() -> None:
+    ranks(2, own_groups)
 
 
 def caches(rank: int) -> str:
