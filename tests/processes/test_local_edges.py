@@ -307,10 +307,12 @@ def test_parameters_with_gaps_in_memory() -> None:
 
 def after_a_local_phase(rank: int, detach_first: bool) -> None:
     """A forward that raised while DDP was kept from communicating, and a run that ended then, leave a plain DDP."""
-    model = build(chain)
+    model = build(lambda: nn.Sequential(chain(), nn.BatchNorm1d(3)))
     optimizer = adam(model)
     run = laconic.attach(model, optimizer, "silent()")
     list(go(model, optimizer, rank, range(2)))
+    running: Any = model.module[1].running_mean
+    assert not everywhere_equal([running]), "else the last line shows nothing"
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.zeros(8, 3))
     if detach_first:
@@ -320,6 +322,9 @@ def after_a_local_phase(rank: int, detach_first: bool) -> None:
     optimizer.zero_grad()
     model(vectors(rank, 3)).square().mean().backward()
     assert everywhere_equal([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    model.eval()
+    model(vectors(rank, 4))
+    assert everywhere_equal([running]), "DDP's forward broadcasts buffers again"
     run.detach()
 
 
