@@ -74,6 +74,8 @@ def resumed_before_a_jump(rank: int) -> None:
             next(model.parameters()).add_(100.0)
     with pytest.warns(UserWarning, match=rf"the round of step {ENOUGH + 1} is skipped: replicas came"):
         step_once(model, optimizer, rank, ENOUGH)
+    run.load_state_dict(copy.deepcopy(run.state_dict()))
+    assert run.stats().skipped == 1, "a round that was skipped before a resume counts once"
     run.detach()
 
 
