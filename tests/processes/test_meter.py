@@ -18,9 +18,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import laconic
+from laconic.bucket import Bucket, Slot
 from laconic.cli import app
+from laconic.dryrun import simulate
 from laconic.lab.link import Link, start
 from laconic.meter import JsonLines
+from laconic.probe import Probe
 from laconic.report import run_page, runs
 from laconic.report.terminal import human
 from laconic.report.watching import _cells, watch
@@ -141,6 +144,23 @@ def test_drift_is_the_distance_from_the_mean(tmp_path: Path) -> None:
     wanted = ranks(2, drifted_by_hand, str(tmp_path))
     for distance, record in zip(wanted, runs.read(tmp_path), strict=True):
         assert record.syncs[0]["drift"] == pytest.approx(distance, rel=1e-4)
+
+
+def losses(scale: float) -> list[float]:
+    """What each of three exchanges loses, as a share, of gradients of a loss that is scaled."""
+    slot: Slot = {}
+    found, probe = [], Probe()
+    probe.looking = True
+    for step in range(3):
+        gradient = scale * torch.randn(40, generator=torch.Generator().manual_seed(step))
+        bucket = Bucket(gradient, [gradient], ["weight"], [slot], 0, 1, step, step, torch.tensor(scale))
+        simulate([probe.reduce(laconic.ErrorFeedback(laconic.TopK(0.1)), bucket)])[0].finish()
+        found.append(probe.layers["weight"].error)
+    return found
+
+
+def test_what_is_lost_does_not_depend_on_the_loss_scale() -> None:
+    assert losses(2.0**10) == losses(1.0)
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
