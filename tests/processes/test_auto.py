@@ -150,6 +150,24 @@ def test_losses_are_lines_of_the_first_rank_and_a_fresh_state_is_none() -> None:
     assert "laconic: all ranks loaded the state of rank 0" in one_for_all
 
 
+def scaler_for_each_fit(rank: int) -> None:
+    with installed("ddp()"):
+        model, optimizer = build()
+        watcher, scalers = auto._auto, []
+        assert watcher is not None
+        for fit in range(2):
+            scalers.append(torch.amp.GradScaler("cpu", init_scale=8.0))  # the former one is still there
+            model = DistributedDataParallel(model.module)
+            step(model, optimizer, fit)
+            assert watcher.run is not None
+            assert watcher.run.scaler is scalers[-1]
+        watcher.finish()
+
+
+def test_every_fit_may_have_a_scaler_of_its_own() -> None:
+    ranks(2, scaler_for_each_fit)
+
+
 def by_hand_as_well(rank: int) -> str:
     with installed("int8()") as lines:
         model, optimizer = build()
