@@ -114,6 +114,21 @@ def with_buffers(rank: int, library: str) -> None:
         model.zero_grad()
 
 
+def with_buffers_of_its_own(rank: int, library: str) -> None:
+    """A DDP that was told not to broadcast buffers never does, in the warm-up neither."""
+    local = module(library, PATH)
+    model = DistributedDataParallel(Normed(), broadcast_buffers=False)
+    model.register_comm_hook(local.PostLocalSGDState(None, dist.group.WORLD, 3), local.post_localSGD_hook)
+    for _ in range(3):
+        model(torch.full((8, 4), float(rank))).square().sum().backward()
+    assert torch.allclose(model.module.norm.running_mean, rank * torch.full((4,), 1 - 0.9**3))
+
+
+@both
+def test_buffers_that_ddp_leaves_alone(library: str) -> None:
+    ranks(2, with_buffers_of_its_own, library)
+
+
 @but_torch("DDP goes on broadcasting rank 0's")
 def test_buffers_stay_local(library: str) -> None:
     ranks(2, with_buffers, library)
