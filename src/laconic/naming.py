@@ -84,7 +84,7 @@ def imported(module: str, path: str, *, trusted: bool = True) -> type:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # it is there, and imports something that is not
         raise ValueError(f"there is no module {module!r} in this Python's path: {error}") from error
-    found = _lookup(home, path)
+    found = _lookup(home, path) if trusted else _there(home, path)
     if found is None:
         names = [name for name, thing in vars(home).items() if is_part(thing) and thing.__module__ == module]
         raise ValueError(f"module {module} has no {path!r}; its reducers are: {', '.join(names) or 'none'}")
@@ -107,4 +107,11 @@ def _place(kind: type) -> tuple[str, str]:
 def _lookup(home: object, path: str) -> object:
     for name in path.split("."):
         home = getattr(home, name, None)
+    return home
+
+
+def _there(home: object, path: str) -> object:
+    """As `_lookup`, without any code of the module: getattr may run a `__getattr__` that imports, as torch's does."""
+    for name in path.split("."):
+        home = getattr(home, "__dict__", {}).get(name)
     return home

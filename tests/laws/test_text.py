@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -225,6 +226,16 @@ def test_a_text_from_a_file_imports_nothing(mine: str) -> None:
         saved(text)
     assert mine not in sys.modules
     assert saved(str(laconic.strategy(text))) == laconic.strategy(text)
+
+
+def test_a_text_from_a_file_runs_no_code_of_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("lazy_module")  # as torch: a submodule is imported when it is asked for
+    asked: list[str] = []
+    module.__dict__["__getattr__"] = asked.append
+    monkeypatch.setitem(sys.modules, "lazy_module", module)
+    with pytest.raises(ValueError, match=r"module lazy_module has no 'submodule\.Mine'"):
+        saved("ddp(reducer=lazy_module:submodule.Mine())")
+    assert asked == []
 
 
 def test_a_registered_class_has_its_plain_name(mine: str) -> None:
