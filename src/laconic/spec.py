@@ -11,6 +11,7 @@ from laconic.composition import COMPOSITES, Strategy
 from laconic.naming import imported, known
 from laconic.recipes import RECIPES
 from laconic.recipes.registry import speaking_for
+from laconic.reducers.base import Reducer
 
 # A string; a class where it is to be found; a part that has no name, as `render` writes it; white space.
 _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -55,9 +56,12 @@ def _read(text: str | Strategy, *, trusted: bool) -> Strategy:
     except SyntaxError as error:
         mark = " " * ((error.offset or 1) - 1) + "^"
         raise ValueError(f"{error.msg}; write a strategy as name(key=value, ...)\n  {line}\n  {mark}") from None
+    except RecursionError:
+        raise ValueError(f"the text is too deeply nested to be a strategy: {line:.60}...") from None
     value = _Reader(line, trusted).read(tree.body)
     if not isinstance(value, Strategy):
-        raise ValueError(f"{text!r} is no strategy; to average gradients by a reducer write ddp(reducer={line})")
+        hint = f"to average gradients by a reducer write ddp(reducer={line})"
+        raise ValueError(f"{text!r} is no strategy; {hint if isinstance(value, Reducer) else 'write one such as bf16()'}")
     return value
 
 
@@ -79,7 +83,11 @@ class _Reader:
             case ast.Tuple(elts=items):
                 return tuple(self.read(item) for item in items)
             case ast.Dict(keys=keys, values=values) if None not in keys:
-                return {self.read(key): self.read(value) for key, value in zip(keys, values, strict=True) if key}
+                pairs = [(self.read(key), self.read(value)) for key, value in zip(keys, values, strict=True) if key]
+                try:
+                    return dict(pairs)
+                except TypeError:
+                    raise self.error(node, "the keys of a mapping must be numbers, texts or the like") from None
             case ast.Call(func=ast.Name() | ast.Attribute() as target, args=args, keywords=keywords):
                 return self.call(target, args, keywords)
             case ast.Name() | ast.Attribute():
@@ -128,8 +136,9 @@ class _Reader:
 
     def error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
         """The message, and below it the text with the offending part marked."""
-        width = max((node.end_col_offset or 0) - node.col_offset, 1)
-        return ValueError(f"{''.join(self.path)}{message}\n  {self.text}\n  {' ' * node.col_offset}{'^' * width}")
+        text = self.text.encode()  # ast counts bytes
+        start, width = len(text[: node.col_offset].decode()), len(text[node.col_offset : node.end_col_offset].decode())
+        return ValueError(f"{''.join(self.path)}{message}\n  {self.text}\n  {' ' * start}{'^' * max(width, 1)}")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

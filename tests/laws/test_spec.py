@@ -49,7 +49,11 @@ def test_arguments_come_back(warmup: int) -> None:
         ("bf16(**{'warmup': 1})", "bf16 has no"),
         ("Cast('bf16')", "is no strategy; to average gradients by a reducer write ddp(reducer=Cast('bf16'))"),
         ("", "write a strategy as name(key=value, ...)"),
-        ("3", "is no strategy"),
+        ("3", "'3' is no strategy; write one such as bf16()"),
+        ("Nesterov()", "'Nesterov()' is no strategy; write one such as bf16()"),
+        ("hierarchical_sgd({[4]: 'node'})", "the keys of a mapping must be numbers, texts or the like"),
+        ("-" * 5000 + "1", "the text is too deeply nested to be a strategy: ---"),
+        ("hierarchical_sgd({4: 'é'}, warmpu=2)", f"\n  {' ' * 27}{'^' * 8}"),  # below the word, not as many bytes to the right
         ("bf16(\n  warmup=-1)", "  bf16( warmup=-1)\n  ^^^^"),
         ("bf16(warmup=2.5)", "warmup must be a whole number of steps, got 2.5"),
         ("ddp(reducer=Warmup(2, 3))", "inner must be a Reducer such as Cast('bf16'), got 3"),
