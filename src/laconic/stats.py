@@ -50,7 +50,9 @@ class Counts:
     @classmethod
     def load(cls, state: Mapping[str, Any]) -> Self:
         """From plain data."""
-        return cls(**{**state, "kinds": {kind: Traffic(*map(int, cost)) for kind, cost in state["kinds"].items()}})
+        kinds = {kind: Traffic(*map(int, cost)) for kind, cost in state["kinds"].items()}
+        waited = None if state["wait_seconds"] is None else float(state["wait_seconds"])
+        return cls(int(state["steps"]), kinds, waited, float(state["work_seconds"]), int(state["aside_bytes"]))
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,8 @@ def resume(rank: int) -> None:
         ({**saved["run"], "memory": {"0.weight": {"error": 3}}, "kept": ["0.weight: error"]}, "must be tensors"),
         ({**saved["run"], "memory": {"0.weight": {"error": torch.zeros(1)}}}, "save laconic.checkpoint.RankState"),
         ({**saved["run"], "rank": 7}, "this is the state of rank 7, and here is rank"),
+        ({**saved["run"], "counts": {**saved["run"]["counts"], "steps": "four"}}, "damaged: ValueError: .*'four'"),
+        ({**saved["run"], "counts": {**saved["run"]["counts"], "wait_seconds": "long"}}, "damaged: ValueError: .*'long'"),
     ]:
         with pytest.raises(ValueError, match=wanted):
             new.load_state_dict(bad)
