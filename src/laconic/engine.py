@@ -21,7 +21,7 @@ from laconic.local import LocalUpdates
 from laconic.plan import Plan, attached, scopes
 from laconic.probe import Probe
 from laconic.reducers.base import Reducer
-from laconic.reducers.error_feedback import Release
+from laconic.reducers.error_feedback import ErrorFeedback, Release
 from laconic.replay import Readiness, replay
 from laconic.replicas import compare
 from laconic.routes import silent
@@ -303,7 +303,7 @@ class Engine:
 
     def _equalise_scaler(self) -> None:
         """A loss scale that moved on one rank alone would scale gradients differently that are now averaged."""
-        if self.scaler is not None and self.scaler._scale is not None:
+        if self.scaler is not None and self.scaler.is_enabled() and self.scaler._scale is not None:
             state = {"scale": self.scaler._scale, "growth": self.scaler._growth_tracker}
             ParameterAverager({key: value for key, value in state.items() if value is not None}, self.control).adopt_first(
                 self.group
@@ -312,7 +312,8 @@ class Engine:
     def _releasing(self, reducer: Reducer) -> Reducer:
         """Residuals pass on to a reducer with error feedback; otherwise they go into its next exchange."""
         held = any("error" in slot for slot in self.memory.values())
-        return Release(reducer) if held and "ErrorFeedback(" not in render(reducer) else reducer
+        takes = any(f"{kind.__name__}(" in render(reducer) for kind in (ErrorFeedback, Release))  # released twice is doubled
+        return Release(reducer) if held and not takes else reducer
 
     def _drop_release(self) -> None:
         """Once the residuals of a former strategy have been sent, go on without the wrapper that sends them.

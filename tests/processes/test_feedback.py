@@ -42,7 +42,7 @@ def test_an_overflow_on_one_rank_skips_on_all_and_leaves_no_trace(name: str) -> 
     ranks(2, overflowing, f"{name}()" if name in ("fp16", "bf16", "int8", "int4", "fp8") else f"{name}(warmup=2)")
 
 
-def swapping(rank: int, scaled: bool) -> None:
+def swapping(rank: int, scaled: bool, last: str) -> None:
     """What error feedback holds is not lost when another strategy takes over, whatever the loss is scaled by then."""
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(40, 30, bias=False))
@@ -55,7 +55,7 @@ def swapping(rank: int, scaled: bool) -> None:
             if step == 5:
                 run.swap("powersgd(rank=1, warmup=0)")
             if step == 9:
-                run.swap("ddp()")
+                run.swap(last)
             weight = torch.randn(30, 40, generator=torch.Generator().manual_seed(1000 * step + rank))
             loss = (model(torch.eye(40)) * weight.T).sum()
             torch.autograd.backward(scaler.scale(loss))
@@ -73,9 +73,33 @@ def swapping(rank: int, scaled: bool) -> None:
                 assert not torch.allclose(start - model.module.weight, truth, atol=1e-1)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "GradScaler"])
-def test_residuals_pass_on_at_a_swap_or_go_into_the_next_exchange(scaled: bool) -> None:
-    ranks(2, swapping, scaled)
+@pytest.mark.parametrize(
+    ("scaled", "last"),
+    [(False, "ddp()"), (True, "ddp()"), (False, "ddp(reducer=Release(Exact()))")],
+    ids=["plain", "GradScaler", "named Release"],
+)
+def test_residuals_pass_on_at_a_swap_or_go_into_the_next_exchange(scaled: bool, last: str) -> None:
+    ranks(2, swapping, scaled, last)
+
+
+def disabled(rank: int) -> None:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with laconic.attach(model, optimizer, "local_sgd(8)", scaler=scaler) as run:
+        for step in range(3):
+            if step == 2:
+                run.swap("ddp()")
+            torch.autograd.backward(scaler.scale(model(vectors(rank, step)).square().mean()))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert run.step == 3
+        assert everywhere_equal(weights(model))
+
+
+def test_a_disabled_grad_scaler_has_no_scale_to_make_equal() -> None:
+    ranks(2, disabled)
 
 
 def short(rank: int) -> None:
