@@ -18,6 +18,7 @@ from laconic.composition import Strategy
 from laconic.dispatch import Dispatcher
 from laconic.forecast import predict
 from laconic.meter import Meter
+from laconic.plan import unwrapped
 from laconic.run import Run, attach
 from laconic.state import replicated
 from laconic.wire import Ledger, land
@@ -80,7 +81,7 @@ class AutoRun:
         assert self.run is not None
         self.followed = True
         for optimizer in optimizers:
-            if all(optimizer is not known for known in self.run.optimizers):
+            if all(unwrapped(optimizer) is not known for known in self.run.optimizers):
                 self.run.add_optimizer(optimizer)
                 say(f"the script has built another optimizer over the model, {type(optimizer).__name__}; its steps count, too")
 

@@ -156,7 +156,8 @@ def _check_whole(model: nn.Module) -> None:
     """Refuse a model of which each rank holds a shard."""
     # Importing these takes seconds; a model that needs them has imported them.
     tensor, fsdp = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
-    shards = [name for name, p in model.named_parameters() if tensor is not None and isinstance(p, tensor.DTensor)]
+    held = [*model.named_parameters(), *model.named_buffers()]
+    shards = [name for name, one in held if tensor is not None and isinstance(one, tensor.DTensor)]
     wrapped = any(fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
     if shards or wrapped:
         what = f"{shards[0]} is a DTensor" if shards else "it has a FullyShardedDataParallel"

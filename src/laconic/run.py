@@ -286,6 +286,8 @@ class Run:
         """Count the steps of another one over the same model; all ranks alike. If it shares parameters, it replaces."""
         self.require_live("add_optimizer")
         optimizer = unwrapped(optimizer)
+        if any(optimizer is known for known in self._engine.optimizers):
+            raise ValueError(f"the run counts the steps of this {type(optimizer).__name__} already; each would count as two")
         self._engine.optimizers.append(optimizer)
         self._engine.clock.add(optimizer)
         attached.add(optimizer)

@@ -66,10 +66,20 @@ def fully_sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, sgd(model)
 
 
+def sharded_buffer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    model = chain(2)
+    everywhere = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.register_buffer("mask", distribute_tensor(torch.ones(4), everywhere, [Replicate()]))
+    return model, sgd(model)
+
+
 CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]] = [
     (sharded, "diloco(2)", {}, ValueError, "takes steps apart, and a ZeroRedundancyOptimizer"),
     (fully_sharded, "int8()", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded models"),
     (fully_sharded, "diloco(2)", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded"),
+    (sharded_buffer, "diloco(2)", {}, ValueError, "is sharded (mask is a DTensor)"),
     (bare_parameterless, "silent()", {}, ValueError, "ReLU has no parameters that are trained"),
     (lambda: pair(chain), "bf16()", {}, ValueError, "averages gradients, which needs a DistributedDataParallel"),
     (lambda: pair(lambda: build(chain)), "bf61()", {}, ValueError, "did you mean 'bf16'?"),
@@ -139,6 +149,8 @@ def test_a_frameworks_optimizer_stands_for_the_one_inside(wrap: Callable[[Any], 
                 inner.zero_grad()
             assert (run.step, run.stats().syncs) == (5, 2)
             laconic.checkpoint.save(tmp_path, run=run, optimizer=outside)
+            with pytest.raises(ValueError, match="counts the steps of this AdamW already"):
+                run.add_optimizer(outside)
     finally:
         dist.destroy_process_group()
 
