@@ -205,3 +205,36 @@ def restoring(rank: int, text: str, again: bool) -> bool:
 @pytest.mark.parametrize("again", [False, True], ids=["the end", "another fit"])
 def test_weights_that_the_script_restores_at_the_end_are_touched_by_nothing_outstanding(again: bool) -> None:
     assert ranks(2, restoring, "streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", again) == [True, True]
+
+
+class Wrapper(Optimizer):
+    """Passes everything on, its state too, as frameworks' optimizers do."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer, self.state = optimizer, optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def wrapped_late(rank: int) -> None:
+    with installed("ddp()") as lines:
+        model = DistributedDataParallel(nn.Linear(4, 4))
+        optimizer: Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                optimizer = Wrapper(optimizer)
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert auto._auto is not None
+        (one,) = auto._auto._live
+        assert one.run is not None
+        assert one.run.step == 4, "each step counts once"
+        assert "another optimizer" not in lines.getvalue()
+        one.run.detach()
+
+
+def test_a_wrapper_around_an_optimizer_that_is_counted_counts_nothing_more() -> None:
+    ranks(1, wrapped_late)
