@@ -51,7 +51,7 @@ class DeltaAverager:
         probe: Probe,
     ) -> None:
         self.fragments = fragments
-        self._parameters = {name: local(parameter) for name, parameter in parameters.items()}
+        self._given = dict(parameters)
         self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
         self._probe = probe
         self._on_reset = on_reset  # told the names of parameters that went back to the anchor
@@ -64,7 +64,7 @@ class DeltaAverager:
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
         self._air: list[Airborne] = []
         self._buckets = [self._pack(names) for names in fragments]
-        self.anchors = {name: self._anchor(parameter) for name, parameter in self._parameters.items()}
+        self.anchors = {name: self._anchor(local(parameter)) for name, parameter in parameters.items()}
         groups = [{"params": [self.anchors[name] for name in names], "rate": 1.0} for names, _ in inner]
         self._outer = deltas.outer.build(groups)
 
@@ -86,8 +86,8 @@ class DeltaAverager:
     def restart(self) -> None:
         """Begin a round here: replicas are equal, and where they are is the anchor."""
         assert not self._air, "what is in the air has to land first"
-        for name, parameter in self._parameters.items():
-            self.anchors[name].copy_(parameter)
+        for name, anchor in self.anchors.items():
+            anchor.copy_(self._parameter(name))
         self._clean = set(range(len(self.fragments)))
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class DeltaAverager:
         """What error feedback still holds goes into the parameters, once, and is forgotten."""
         for name, slot in self._memory.items():
             if "error" in slot:
-                self._parameters[name].sub_(slot.pop("error"))
+                self._parameter(name).sub_(slot.pop("error"))
 
     def abandon(self) -> None:
         """Forget what is in the air."""
@@ -195,7 +195,7 @@ class DeltaAverager:
         self.skipped += 1
         self._on_reset(names)
         for name in names:
-            self._parameters[name].copy_(self.anchors[name])
+            self._parameter(name).copy_(self.anchors[name])
         self._clean.add(fragment)
         warnings.warn(
             f"the round of step {step} is skipped: {problem}; all replicas go back to where they were after the last one",
@@ -227,7 +227,7 @@ class DeltaAverager:
         else:
             blend = 0.0
         for index, (name, anchor) in enumerate(zip(bucket.names, anchors, strict=True)):
-            parameter = self._parameters[name]
+            parameter = self._parameter(name)
             there = anchor.to(parameter.device) if carried is None else carried[index].add_(anchor.to(parameter.device))
             parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
         return result.mean, good
@@ -238,16 +238,20 @@ class DeltaAverager:
             return None
         moved = unflatten(cargo.delta, cargo.bucket.views)  # anchor - x at the launch, and the anchor is still the same one
         for name, step in zip(cargo.bucket.names, moved, strict=True):
-            step.sub_(self.anchors[name].to(step.device)).add_(self._parameters[name])
+            step.sub_(self.anchors[name].to(step.device)).add_(self._parameter(name))
         return moved
 
+    def _parameter(self, name: str) -> Tensor:
+        """Looked up at each use: `model.to()` gives a parameter another storage."""
+        return local(self._given[name])
+
     def _delta(self, name: str) -> Tensor:
-        return self.anchors[name] - self._parameters[name].to(self.anchors[name].device)
+        return self.anchors[name] - self._parameter(name).to(self.anchors[name].device)
 
     # Buckets
 
     def _pack(self, names: Sequence[str]) -> list[list[str]]:
-        runs = pack([self._parameters[name] for name in names], BUCKET_BYTES)
+        runs = pack([self._parameter(name) for name in names], BUCKET_BYTES)
         return [[names[index] for index in run] for run in runs]
 
     def _anchor(self, parameter: Tensor) -> Tensor:
@@ -261,12 +265,12 @@ class DeltaAverager:
         for names in self._buckets[fragment]:
             bucket = self._bucket(names, step, number)
             for name, view in zip(names, bucket.views, strict=True):
-                torch.sub(self.anchors[name].to(view.device), self._parameters[name], out=view)
+                torch.sub(self.anchors[name].to(view.device), self._parameter(name), out=view)
             yield bucket
 
     def _bucket(self, names: Sequence[str], step: int, number: int) -> Bucket:
         like = [self.anchors[name] for name in names]
-        device = self._parameters[names[0]].device
+        device = self._parameter(names[0]).device
         flat = torch.empty(sum(anchor.numel() for anchor in like), dtype=like[0].dtype, device=device)
         slots = [self._memory[name] for name in names]
         return Bucket(flat, unflatten(flat, like), names, slots, self._group.rank, self._group.world, step, number)
@@ -303,7 +307,7 @@ class DeltaAverager:
                 key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
                 for key, value in state["outer"].get(name, {}).items()
             }
-            slot, device = self._memory[name], self._parameters[name].device
+            slot, device = self._memory[name], self._parameter(name).device
             slot.clear()
             slot.update({key: value.to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
         self._rounds, self._clean, self._air = list(state["rounds"]), set(state["clean"]), []

@@ -331,3 +331,24 @@ def after_a_local_phase(rank: int, detach_first: bool) -> None:
 @pytest.mark.parametrize("detach_first", [True, False])
 def test_after_a_local_phase_ddp_communicates_again(detach_first: bool) -> None:
     ranks(2, after_a_local_phase, detach_first)
+
+
+def moved_storage(rank: int, text: str) -> None:
+    """`model.to(...)` there and back, as Accelerate and Lightning do it: parameters stay, their storage is another one."""
+
+    def train(move: bool) -> list[Tensor]:
+        model = build(chain)
+        optimizer = adam(model)
+        with laconic.attach(model, optimizer, text):
+            for step, _ in enumerate(go(model, optimizer, rank, range(15))):
+                if move and step in (5, 9, 14):
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data.clone()
+        return weights(model)
+
+    assert same_bits(train(True), train(False))
+
+
+@pytest.mark.parametrize("text", ["diloco(4)", "streaming_diloco(period=6, fragments=2, delay=3, warmup=2)"])
+def test_a_model_that_is_moved_in_mid_run_trains_on(text: str) -> None:
+    ranks(2, moved_storage, text)
