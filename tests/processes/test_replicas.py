@@ -56,7 +56,7 @@ def test_replicas_are_equal_at_every_step(reducer: Reducer) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 @every
 def test_replicas_are_equal_again_and_again(reducer: Reducer, world: int) -> None:
-    assert min(ranks_within(600, world, sleepy, reducer, 150, world)) >= 6
+    assert min(ranks_within(600, world, sleepy, reducer, 100, world)) >= 6
 
 
 def count(rank: int, reducer: Reducer) -> None:
