@@ -27,7 +27,13 @@ GROUP_TIMEOUT = timedelta(seconds=90)
 PATIENCE_SECONDS = 1.0  # of the ranks here: tests of peers that are gone wait for it
 
 
+# Before a process group is destroyed. A rank sets it that has used a hook of torch's which launches collectives from callbacks:
+# where the last callback is the last to hold the group, gloo's thread joins itself, and the process dies.
+settle_seconds = 0.0
+
+
 def _serve(pipe: Connection) -> None:
+    global settle_seconds
     import torch
     import torch.distributed as dist
 
@@ -44,7 +50,9 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=GROUP_TIMEOUT)
             dist.barrier()  # one that had nothing to say was seen to close its sockets while a peer was still connecting
             torch.manual_seed(rank)
+            settle_seconds = 0.0
             answer = (True, fn(rank, *args, **kwargs))
+            time.sleep(settle_seconds)
             dist.destroy_process_group()
         except BaseException:
             answer = (False, f"rank {rank} of {world}:\n{traceback.format_exc()}")

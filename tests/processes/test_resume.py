@@ -137,8 +137,6 @@ def test_resume_on_three_ranks_at_any_step(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("text", "world"), [(text, 2) for text in [*chosen(), *matrix()]] + [(text, 4) for text in chosen()])
-    ("text", "world"), [*((text, 2) for text in [*chosen(), *matrix()]), *((text, 4) for text in chosen())]
-)
 def test_resume_of_everything(text: str, world: int, tmp_path: Path) -> None:
     check(world, text, tmp_path, [1, 5, 7])
 
