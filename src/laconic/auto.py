@@ -73,7 +73,6 @@ class Auto:
         remember_rank()
         self._ddps[ddp] = AutoRun(ddp)
         ddp.register_forward_pre_hook(_before_forward)
-        ddp.module.register_load_state_dict_post_hook(_after_load)
 
     def saw_weights(self, module: nn.Module) -> None:
         for one in self._live:
@@ -146,6 +145,8 @@ class Auto:
     def _scaler(self) -> torch.amp.GradScaler | None:
         alive = [scaler for ref in self._scalers if (scaler := ref()) is not None and scaler.is_enabled()]
         alive = [scaler for scaler in alive if scaler not in self._used] or alive
+        busy = {id(run.scaler) for run in self.runs}  # one may serve several runs, but a new one is for the new run
+        alive = [scaler for scaler in alive if id(scaler) not in busy] or alive
         if len(alive) > 1:
             raise RuntimeError(
                 f"the script builds {len(alive)} GradScalers, and which one is meant is not clear; attach by hand"
@@ -161,12 +162,14 @@ class Auto:
         states = [state for one in self._live if (state := one.state_for(optimizer)) is not None]
         if states:
             return {KEY: states[0]}
-        # None: nothing is trained yet. A wrapper that loads this again, as Accelerate's does, has lost nothing.
-        return {} if optimizer in self._used or any(one.steps(optimizer) for one in self._live) else {KEY: None}
+        # None: nothing is trained yet, or a new run is to come. A wrapper that loads this again, as Accelerate's does, has
+        # lost nothing. Once the process group is gone, it is the end of a training whose state was not saved in time.
+        over = optimizer in self._used and not dist.is_initialized()
+        return {} if over or any(one.steps(optimizer) for one in self._live) else {KEY: None}
 
     def take(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """An optimizer is loading this."""
-        trained = optimizer in self._used or any(one.steps(optimizer) for one in self._live)
+        trained = any(one.steps(optimizer) for one in self._live)
         if state_dict.get(KEY) is not None:
             self._loaded[optimizer] = state_dict[KEY]
         elif trained or KEY not in state_dict:
@@ -199,6 +202,10 @@ class Auto:
 
     def _finish(self, one: AutoRun) -> None:
         self._take_off(one)
+        # A wrapper's reload, or momentum for the next fit's optimizer: what it holds of this run is completed here instead.
+        for optimizer in [optimizer for optimizer, state in self._loaded.items() if one.is_at(state)]:
+            if one.steps(optimizer):
+                del self._loaded[optimizer]
         one.finish()
 
     def fail(self, error: BaseException) -> None:
@@ -244,6 +251,15 @@ def install(strategy: str) -> Auto:
     _around_building(DistributedDataParallel, auto.saw_ddp, auto.before_ddp)
     _around_building(Optimizer, auto.saw_optimizer)
     _around_building(torch.amp.GradScaler, auto.saw_scaler)
+    load = nn.Module.load_state_dict
+
+    @functools.wraps(load)
+    def load_and_tell(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        auto.saw_weights(self)
+        return result
+
+    nn.Module.load_state_dict = load_and_tell  # type: ignore[method-assign]  # a hook would be pickled with the module
     destroy = dist.destroy_process_group
 
     @functools.wraps(destroy)
@@ -296,11 +312,6 @@ def _around_building(kind: type, saw: Callable[[Any], None], before: Callable[[A
 def _before_forward(ddp: DistributedDataParallel, inputs: object) -> None:
     if _auto is not None:
         _auto.before_forward(ddp)
-
-
-def _after_load(module: nn.Module, keys: object) -> None:
-    if _auto is not None:
-        _auto.saw_weights(module)
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

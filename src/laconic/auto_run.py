@@ -91,6 +91,10 @@ class AutoRun:
         first = parameters_of(self.run.optimizers[0])  # one that has replaced the first has it as well
         return None if first.isdisjoint(parameters_of(optimizer)) else self.run.state_dict()
 
+    def is_at(self, state: Mapping[str, Any]) -> bool:
+        """Whether this is its state as of now, as far as can be seen."""
+        return self.run is not None and (state.get("step"), state.get("strategy")) == (self.run.step, str(self.run.strategy))
+
     def load(self, state: dict[str, Any]) -> None:
         """The script has loaded this in mid-run: go on from there. An error on all ranks if only some did."""
         assert self.run is not None

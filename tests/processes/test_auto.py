@@ -4,10 +4,11 @@ import atexit
 import copy
 import io
 import os
+import pickle
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.ranks import last_ranks, ranks
 
 PATCHED = [
     (DistributedDataParallel, "__init__"), (Optimizer, "__init__"), (torch.amp.GradScaler, "__init__"),
+    (nn.Module, "load_state_dict"),
     (dist, "destroy_process_group"), (dist.distributed_c10d, "destroy_process_group"), (sys, "exit"), (sys, "excepthook"),
 ]  # fmt: skip
 
@@ -238,3 +240,55 @@ def wrapped_late(rank: int) -> None:
 
 def test_a_wrapper_around_an_optimizer_that_is_counted_counts_nothing_more() -> None:
     ranks(1, wrapped_late)
+
+
+def reloading_between_fits(rank: int, text: str, before: bool) -> str:
+    """A wrapper loads its optimizer's own state, as AcceleratedOptimizer does, before or after the second DDP is built."""
+
+    def fits(auto_run: bool) -> list[Tensor]:
+        model, optimizer = build()
+        for _ in range(2):
+            with nullcontext() if auto_run else laconic.attach(model, optimizer, text):
+                for number in range(13):
+                    step(model, optimizer, number)
+            if before:
+                optimizer.load_state_dict(optimizer.state_dict())
+            model = DistributedDataParallel(model.module)
+            if not before:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return weights(model)
+
+    with installed(text) as lines:
+        ours = fits(True)
+        assert auto._auto is not None
+        auto._auto.finish()
+    assert same_bits(ours, fits(False))
+    return lines.getvalue()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the DDP", "after it"])
+def test_a_wrapper_that_reloads_its_optimizer_between_fits_loses_and_repeats_nothing(before: bool) -> None:
+    said, _ = ranks(2, reloading_between_fits, "streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", before)
+    assert said.count("is attached to") == said.count("\n") == 2
+
+
+def folds(rank: int) -> None:
+    """Fresh model, optimizer and GradScaler in each; a module that is saved whole needs nothing of laconic."""
+    with installed("diloco(2)"):
+        for _ in range(3):
+            model, optimizer = build()
+            scaler = torch.amp.GradScaler("cpu")
+            for _step in range(4):
+                scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert auto._auto is not None
+        runs = auto._auto.runs
+        assert [run.step for run in runs] == [4, 4, 4]
+        assert len({id(run.scaler) for run in runs}) == 3
+        assert b"laconic" not in pickle.dumps(model.module)
+        auto._auto.finish()
+
+
+def test_folds_with_a_scaler_each_and_modules_that_are_pickled_whole() -> None:
+    ranks(2, folds)
