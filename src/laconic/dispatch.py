@@ -35,6 +35,7 @@ class Dispatcher:
         self.apart = False  # a phase of gradients within subgroups: no broadcast of buffers over all
         self.on_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self._plain: GradientHook | None = None
+        self.replayed: list[str] | None = None  # the order that DDP was made to believe in
         self._replaying = False
         self._flags: tuple[bool, bool] | None = None  # DDP's own, while a muted forward runs
 

@@ -25,6 +25,10 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
     averaged = [name for name, parameter in named.items() if parameter.requires_grad and name not in ddp.parameters_to_ignore]
     if ddp._has_rebuilt_buckets or ddp.find_unused_parameters or ddp.static_graph or set(averaged) != set(order):
         return False
+    dispatcher = Dispatcher.of(ddp)
+    if dispatcher.replayed is not None:  # DDP would add a second order to the first, and fail in its next forward
+        return dispatcher.replayed == list(order)
+    dispatcher.replayed = list(order)
     indices = [averaged.index(name) for name in order]
     gradients = [parameter.grad for parameter in named.values()]
     reducer: Any = ddp.reducer
@@ -34,7 +38,7 @@ def replay(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
         for index in indices:
             reducer._autograd_hook(index)
 
-    with Dispatcher.of(ddp).replaying(), torch.enable_grad():
+    with dispatcher.replaying(), torch.enable_grad():
         for parameter in named.values():
             parameter.grad = None
         reducer.prepare_for_backward([])
