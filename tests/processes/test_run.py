@@ -184,8 +184,13 @@ def resume(rank: int) -> None:
         with pytest.raises(ValueError, match=wanted):
             new.load_state_dict(bad)
     assert new.stats().steps == 0
+    new.load_state_dict({**saved["run"], "strategy": "ddp(reducer=Cast('bf16'), warmup=3)"})  # the same, in other words
     new.load_state_dict(saved["run"])
     assert new.stats().steps == 4
+    with pytest.warns(UserWarning, match=r"the state is of ddp\(\), and the run goes on by bf16\(warmup=3\)"):
+        new.load_state_dict({**saved["run"], "strategy": "ddp( warmup=0 )"}, strict=False)
+    assert str(new.strategy) == "bf16(warmup=3)"
+    new.load_state_dict(saved["run"])
     other.module.load_state_dict(saved["model"])
     other_optimizer.load_state_dict(saved["optimizer"])
     some_steps(other, other_optimizer, rank, range(4, 8))
