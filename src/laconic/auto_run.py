@@ -152,6 +152,11 @@ class AutoRun:
             if self._restored == run.step:
                 run.keep_restored()
             run.__exit__(None, None, None)
+            if run.unequal:
+                say(
+                    "only some ranks loaded weights after the last step: replicas are not made equal, and each rank keeps its "
+                    "own; load them on all ranks, or on none"
+                )
 
     def fail(self, error: BaseException) -> None:
         """The script failed: the other ranks are told, and nobody is waited for."""

@@ -12,7 +12,7 @@ class Clock:
     """Counts optimizer steps; with several optimizers, a step is done when each of them has made one.
 
     Optimizers that share parameters count as one, of which any makes the step: a script that goes on with another optimizer
-    may keep the old one.
+    may keep the old one, and one that has all parameters of several stands for all of them.
 
     A GradScaler that finds an overflow skips `optimizer.step()`, and it may do so on one rank alone. Where a scaler is
     given, the clock therefore counts calls of `scaler.step`, whether or not they came through: ranks stay in step.
@@ -37,6 +37,11 @@ class Clock:
         """Count this one's steps, too."""
         parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         first = next((self._owner[one] for one in parameters if one in self._owner), id(optimizer))
+        left = {owner for one, owner in self._owner.items() if one not in set(parameters)}
+        for covered in set(self._ahead) - left - {first}:  # nobody has to step these any more
+            del self._ahead[covered]
+            self._kin = {one: first if kin == covered else kin for one, kin in self._kin.items()}
+            self._owner = {one: first if owner == covered else owner for one, owner in self._owner.items()}
         self._kin[id(optimizer)] = first
         self._ahead.setdefault(first, 0)
         for one in parameters:

@@ -384,6 +384,11 @@ class Run:
             return False
         return True
 
+    @property
+    def unequal(self) -> bool:
+        """Whether it has ended with replicas that differ, because only some ranks had loaded parameters since the last step."""
+        return self._may_differ
+
     def keep_restored(self) -> None:
         """Say before `__exit__` that this rank's parameters were loaded by the user since the last step.
 

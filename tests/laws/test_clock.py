@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from laconic.clock import Clock
 
@@ -83,3 +84,18 @@ def test_one_scaler_may_serve_two_clocks() -> None:
     second.stop()
     step(0, 1)
     assert (first.step, second.step, "step" in vars(scaler)) == (1, 3, False)
+
+
+def test_an_optimizer_over_the_parameters_of_several_stands_for_all_of_them() -> None:
+    one, other, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    first, second, apart = SGD([one], lr=1.0), SGD([other], lr=1.0), SGD([third], lr=1.0)
+    clock = Clock([first, second, apart], None, lambda: None)
+    whole = SGD([one, other], lr=1.0)
+    clock.add(whole)
+    for _ in range(3):
+        whole.step()
+        apart.step()
+    assert clock.step == 3, "the optimizers that it covers are waited for no more"
+    second.step()  # the old one again
+    apart.step()
+    assert clock.step == 4

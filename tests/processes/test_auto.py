@@ -209,6 +209,27 @@ def test_weights_that_the_script_restores_at_the_end_are_touched_by_nothing_outs
     assert ranks(2, restoring, "streaming_diloco(period=6, fragments=2, delay=3, warmup=2)", again) == [True, True]
 
 
+def restoring_alone(rank: int) -> str:
+    """The first rank loads weights after the last step, for an evaluation of its own."""
+    with installed("diloco(4)") as lines:
+        model, optimizer = build()
+        for number in range(6):
+            step(model, optimizer, number)
+        before = copy.deepcopy(model.module.state_dict())
+        if rank == 0:
+            model.module.load_state_dict(before)
+        assert auto._auto is not None
+        auto._auto.finish()
+        assert same_bits(weights(model), list(before.values()))
+        return lines.getvalue()
+
+
+def test_weights_that_one_rank_restores_leave_replicas_apart_and_a_line_says_so() -> None:
+    first, second = ranks(2, restoring_alone)
+    assert "only some ranks loaded weights after the last step: replicas are not made equal" in first
+    assert not second
+
+
 class Wrapper(Optimizer):
     """Passes everything on, its state too, as frameworks' optimizers do."""
 
