@@ -91,7 +91,8 @@ class Engine:
         if self.hook is not None:
             group = self._partners(step)
             self.hook.step = step
-            self.hook.use(self.hook.reducer, group or self.group)
+            if (group or self.group) != self.hook.group:
+                self.hook.use(self.hook.reducer, group or self.group)
             self._dispatcher.muted, self._dispatcher.apart = group is None, group is not self.group
 
     def _partners(self, step: int) -> TorchGroup | None:

@@ -74,10 +74,13 @@ class GradientHook:
         self._last = -1  # DDP's number of the bucket that came last
 
     def use(self, reducer: Reducer, group: Group) -> None:
-        """Average by another reducer, or with others, from the next backward on."""
-        if (reducer, group) != (self.reducer, self.group):
-            self.reducer, self.group = reducer, group
-            self._expected = [1] * len(self._layouts)
+        """Average by another reducer, or with others, from the next backward on; all ranks together.
+
+        What is expected is forgotten even if nothing is new here: a Release may be new on a rank that holds residuals, and
+        not on others, and all ranks must expect alike.
+        """
+        self.reducer, self.group = reducer, group
+        self._expected = [1] * len(self._layouts)
 
     def layout(self) -> list[list[str]]:
         """Parameter names, bucket by bucket, as of the last backward."""

@@ -102,6 +102,35 @@ def test_a_disabled_grad_scaler_has_no_scale_to_make_equal() -> None:
     ranks(2, disabled)
 
 
+def going_back(rank: int) -> None:
+    """Rank 1 has no residuals, so it is done with releasing them one exchange before rank 0, where they were kept."""
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+
+    def step(bad: bool = False) -> None:
+        loss = model(vectors(rank, 0)).sum() * (1 - rank)
+        scaler.scale(loss * float("inf") if bad and rank == 0 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with laconic.attach(model, optimizer, "topk(ratio=0.02, warmup=0)", scaler=scaler) as run:
+        step()
+        run.swap("int8()")
+        step(bad=True)
+        state = run.state_dict()
+        assert any("error" in slot for slot in state["memory"].values()) == (rank == 0)
+        step()
+        run.load_state_dict(state)
+        step()
+        assert everywhere_equal(weights(model))
+
+
+def test_ranks_that_hold_residuals_and_ranks_that_do_not_go_back_to_one_order_of_collectives() -> None:
+    ranks(2, going_back)
+
+
 def short(rank: int) -> None:
     model = build(chain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

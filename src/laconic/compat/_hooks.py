@@ -57,7 +57,8 @@ class Binding:
         if bucket.buffer().is_sparse:
             raise TypeError(f"{reducer} can't compress sparse gradients; build the layer with sparse=False")
         if self.hook.idle:
-            self.hook.use(reducer, self.group)
+            if (reducer, self.group) != (self.hook.reducer, self.hook.group):
+                self.hook.use(reducer, self.group)
             self._finish_with_the_backward()
         elif reducer != self.hook.reducer:
             raise ValueError(
