@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
+    from laconic.agreement import PeerError as PeerError
     from laconic.agreement import UnevenError as UnevenError
     from laconic.bucket import Bucket as Bucket
     from laconic.bucket import Slot as Slot
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "agreement": ["UnevenError"],
+    "agreement": ["PeerError", "UnevenError"],
     "bucket": ["Bucket", "Slot"],
     "dryrun": ["simulate"],
     "forecast": ["Forecast", "predict"],

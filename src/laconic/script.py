@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from laconic.agreement import LOST_A_PEER, UnevenError
+from laconic.agreement import LOST_A_PEER, PeerError, UnevenError
 from laconic.dispatch import in_buffers
 from laconic.wire import CommunicationError
 
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
 def _lost_a_peer(error: BaseException | None) -> bool:
     """Whether it failed only because another rank did."""
     while error is not None:
-        if isinstance(error, CommunicationError | UnevenError) or in_buffers(error):
+        if isinstance(error, CommunicationError | PeerError | UnevenError) or in_buffers(error):
             return True
         error = error.__cause__ or error.__context__
     return False

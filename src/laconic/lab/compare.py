@@ -217,7 +217,8 @@ def _in_the_air(strategy: str) -> bool:
 
 def _explained(strategy: str, errors: list[dict[str, Any]], other: list[str], code: int | None) -> str:
     """The first worker's own error; those of its peers, which only lost a connection, are left out."""
-    own = [error for error in errors if "CommunicationError" not in error["text"] and "UnevenError" not in error["text"]]
+    heard = ("CommunicationError", "PeerError", "UnevenError")
+    own = [error for error in errors if not any(kind in error["text"] for kind in heard)]
     killed = [line.strip() for line in other if KILLED in line]
     if killed and not own:
         return f"{strategy}: {', '.join(killed)}"
