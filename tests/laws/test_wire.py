@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laconic.agreement import gather_texts
 from laconic.dryrun import predict, simulate
 from laconic.wire import AllGather, AllReduce, AllToAll, Collective, Ledger, Rounds, Traffic, traffic
 
@@ -75,3 +76,10 @@ def test_the_ledger_keeps_totals_and_nothing_else() -> None:
     ledger.wait(None)
     ledger.wait(1.0)
     assert ledger.wait_seconds is None, "an unknown wait is not a wait of nothing"
+
+
+def test_texts_of_any_letters_reach_every_rank() -> None:
+    """An error may name a folder in any language: letters are not bytes."""
+    texts = ["", "plain", "/données/modèle № 3 は無い"]
+    answers = simulate([gather_texts(text, torch.device("cpu")) for text in texts])
+    assert answers == [texts] * 3
