@@ -196,6 +196,11 @@ def moments(rank: int) -> None:
         for step in go(model, optimizer, rank, range(12)):
             assert everywhere_equal(states(optimizer, "exp_avg")) == (step % 3 == 2)
             assert everywhere_equal(states(optimizer, "exp_avg_sq")) == (step % 4 == 3)
+    model = DistributedDataParallel(chain())
+    optimizer = adam(model)
+    with laconic.attach(model, optimizer, "local_sgd(2, warmup=2, moments={'exp_avg': 3})"):
+        for step in go(model, optimizer, rank, range(6)):  # periods begin where the warm-up ends
+            assert everywhere_equal(states(optimizer, "exp_avg")) == (step < 2 or step == 4)
     model = chain()
     optimizer = adam(model)
     with laconic.attach(model, optimizer, "local_sgd(2, moments='reset')"):
