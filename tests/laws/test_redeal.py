@@ -38,3 +38,14 @@ def test_means_of_numbers_the_largest_of_counts_and_residuals_that_conserve() ->
     assert sorted(merged["run"]["kept"]) == ["w: error", "w: q"]
     assert merged["run"]["local"]["drifted"] is False
     assert "extra" not in merged
+
+
+def test_of_optimizer_state_the_mean_is_over_the_ranks_that_had_it() -> None:
+    """A parameter that had no gradient on rank 0 has no state there; that is no state of zeros."""
+    trees = [tree(rank) for rank in range(3)]
+    for rank in (1, 2):
+        late = {"step": torch.tensor(float(rank)), "exp_avg": torch.tensor([2.0, 4.0]) * rank}
+        trees[rank]["optimizers"][0]["state"][1] = late
+    state = merge(trees)["optimizers"][0]["state"][1]
+    assert state["exp_avg"].tolist() == [3, 6]
+    assert float(state["step"]) == 2
