@@ -97,6 +97,24 @@ def test_memory_is_equal_before_gradients_are_averaged() -> None:
     ranks(2, unlike_memory)
 
 
+def late_gradient(rank: int) -> None:
+    """On rank 0 the first parameter gets its gradient a step later, so its optimizer remembers it last."""
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.5)
+    with laconic.attach(nn.ParameterList([first, second]), optimizer, "local_sgd(2, moments='average')"):
+        for step in range(2):
+            first.grad = None if rank == 0 and step == 0 else torch.full((2,), 2.0)
+            second.grad = torch.full((2,), 8.0)
+            optimizer.step()
+    # The first: 2 on rank 0, 0.5 * 2 + 2 on rank 1. The second: 0.5 * 8 + 8 on both.
+    assert optimizer.state[first]["momentum_buffer"].tolist() == [2.5, 2.5]
+    assert optimizer.state[second]["momentum_buffer"].tolist() == [12, 12]
+
+
+def test_memory_is_averaged_by_name_whatever_order_a_rank_has_it_in() -> None:
+    ranks(2, late_gradient)
+
+
 class Steps(torch.optim.Optimizer):
     """Remembers under a key with a space, whose last word is a counter's."""
 
