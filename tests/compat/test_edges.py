@@ -271,6 +271,8 @@ def memory(rank: int) -> None:
         averaged(model, noise(step, (24, 18)))
     saved = state.state_dict()
     kept = saved["memory"]["weights.0"]["error"].clone()
+    averaged(model, noise(8, (24, 18)))
+    assert torch.equal(saved["memory"]["weights.0"]["error"], kept), "training doesn't write into what was saved"
     state.load_state_dict(saved)
     one = averaged(model, noise(9, (24, 18)))
     assert torch.equal(saved["memory"]["weights.0"]["error"], kept), "training doesn't write into what was loaded"
