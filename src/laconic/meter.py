@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from laconic.composition import Strategy
 from laconic.forecast import layer_bytes
 from laconic.run import Run
 from laconic.stats import Stats
@@ -54,6 +55,8 @@ class Meter:
         if tensorboard and rank == 0:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
         self._bytes: dict[str, int] = {}
+        self._bytes_of: Strategy | None = None
+        self._unseen: set[str] = set()  # layers that the look which goes on has not come to
         self._before, self._time = run.counts_here(), time.perf_counter()
         self._probe = run.observe(self)
         self._probe.watching = True
@@ -82,6 +85,7 @@ class Meter:
         self._probe.syncs.clear()
         if self._probe.layers:
             self._write({"kind": "layers", "step": step, "layers": self._layers()})
+            self._unseen -= self._probe.layers.keys()
             self._probe.layers.clear()
         self._look_ahead()
         self._before, self._time = counts, now
@@ -94,25 +98,32 @@ class Meter:
             sink.close()
 
     def _look_ahead(self) -> None:
-        """Layers are looked at in the exchanges that follow this step, until one has come."""
+        """Layers are looked at in the exchanges that follow this step, until each has come once."""
         if self._every and self._run.step % self._every == 0:
             self._probe.looking = True
-        elif self._probe.looking and not self._probe.layers and self._run.strategy.averaging is not None:
-            return  # what is averaged seldom is looked at when it is
+            self._unseen = set(self._layer_bytes())
+        elif self._probe.looking and self._unseen and self._run.strategy.averaging is not None:
+            return  # what is averaged seldom, or a fragment at a time, is looked at when it is
         else:
             self._probe.looking = False
 
     def _layers(self) -> dict[str, dict[str, float | None]]:
-        if not self._bytes:
-            self._bytes = layer_bytes(self._run.strategy, self._run.model, self._run.group.world)
+        sent = self._layer_bytes()
         return {
             name: {
                 "error": layer.error,
                 "residual": None if layer.residual is None else float(layer.residual),
-                "wire_bytes": self._bytes.get(name),
+                "wire_bytes": sent.get(name),
             }
             for name, layer in self._probe.layers.items()
         }
+
+    def _layer_bytes(self) -> dict[str, int]:
+        """Worked out once for each strategy: a run may swap it."""
+        if self._bytes_of is not self._run.strategy:
+            self._bytes_of = self._run.strategy
+            self._bytes = layer_bytes(self._bytes_of, self._run.model, self._run.group.world)
+        return self._bytes
 
     def _start(self) -> dict[str, Any]:
         run = self._run

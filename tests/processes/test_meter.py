@@ -107,6 +107,34 @@ def _check_syncs(text: str, record: runs.RankRecord) -> None:
         assert record.syncs == []
 
 
+def looked_at(rank: int, folder: str, text: str, every: int, swap: str | None) -> list[tuple[int, int, Any]]:
+    """Of each look: its step, how many layers it has, and the wire bytes of one."""
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, text) as run:
+        laconic.Meter(run, folder, every=every)
+        for step in range(STEPS):
+            if swap is not None and step == STEPS // 2:
+                run.swap(swap)
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rows = [json.loads(line) for line in (Path(folder) / f"rank-{rank}.jsonl").read_text().splitlines()]
+    looks = [(row["step"], row["layers"]) for row in rows if row["kind"] == "layers"]
+    return [(step, len(layers), layers.get("0.weight", {}).get("wire_bytes")) for step, layers in looks]
+
+
+def test_a_look_ends_when_every_layer_was_seen_once(tmp_path: Path) -> None:
+    assert [look[:2] for look in ranks(2, looked_at, str(tmp_path), "diloco(2)", 6, None)[0]] == [(2, 26), (8, 26)]
+    streams = ranks(2, looked_at, str(tmp_path), "streaming_diloco(4, fragments=2, delay=1)", 100, None)[0]
+    assert sum(count for _, count, _ in streams) == 26, "each fragment once"
+
+
+def test_bytes_of_a_layer_are_those_of_the_strategy_after_a_swap(tmp_path: Path) -> None:
+    looks = ranks(2, looked_at, str(tmp_path), "ddp()", 6, "bf16()")[0]
+    assert [(step, sent) for step, _, sent in looks] == [(1, 16 * 16 * 4), (7, 16 * 16 * 2)]
+
+
 def test_a_run_that_begins_anew_keeps_the_former(tmp_path: Path) -> None:
     for _ in range(2):
         ranks(1, train, "ddp()", str(tmp_path))
