@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -151,6 +151,7 @@ class GradientHook:
         flights = [airborne.flight for airborne in self._air]
         while flights:
             flights = [flight for flight in flights if flight.step()]
+        _share_verdict([airborne.flight.result for airborne in self._air])
         for airborne in self._air:
             airborne.flight.result.finish()
             airborne.future.set_result(airborne.flight.result.mean)
@@ -182,6 +183,15 @@ class GradientHook:
             self.rounds,
             self.scale(),
         )
+
+
+def _share_verdict(results: Sequence[Reduced]) -> None:
+    """One bucket that is not finite keeps the memory of all as it was."""
+    verdicts = [result.good for result in results if result.good is not None]
+    if len(verdicts) > 1:
+        whole = torch.stack([verdict.to(verdicts[0].device) for verdict in verdicts]).all()
+        for verdict in verdicts:
+            verdict.copy_(whole)
 
 
 def _one() -> float:

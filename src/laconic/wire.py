@@ -65,7 +65,10 @@ class Reduced(NamedTuple):
     # Called once the whole step has landed and the error has been taken: writes the reducer's memory, and may complete the
     # mean, even in the error's place, so that no more than one of the two ever takes room.
     finish: Callable[[], None] = _nothing
-    good: Tensor | None = None  # whether the mean is finite, where the reducer knows it more cheaply than by looking
+    # Whether the mean is finite, a scalar on its device: from a reducer that knows it more cheaply than by looking, or whose
+    # mean is complete only after `finish`. Before `finish` is called it becomes, in place, whether those of all buckets
+    # of the step are: a GradScaler skips the step as a whole, and then no memory may have moved.
+    good: Tensor | None = None
 
 
 Exchange: TypeAlias = Rounds[Reduced]

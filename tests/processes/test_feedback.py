@@ -13,7 +13,7 @@ from tests.ranks import ranks
 COMPRESSED = [name for name in sorted(RECIPES) if name not in ("ddp", "silent") and not RECIPES[name]().averaging]
 
 
-def overflowing(rank: int, text: str) -> None:
+def overflowing(rank: int, text: str, one_layer: bool = False) -> None:
     def fit(bad_step: int | None) -> list[Tensor]:
         model = build(chain)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -22,7 +22,9 @@ def overflowing(rank: int, text: str) -> None:
             for step in range(8):
                 for bad in [True, False] if step == bad_step else [False]:
                     loss = model(vectors(rank, step)).square().mean()
-                    scaler.scale(loss * float("inf") if bad and rank == 1 else loss).backward()
+                    if bad and rank == 1:
+                        loss = loss + list(model.parameters())[8].sum() * float("inf") if one_layer else loss * float("inf")
+                    scaler.scale(loss).backward()
                     scaler.step(optimizer)
                     if not bad:
                         scaler.update()
@@ -40,6 +42,11 @@ def overflowing(rank: int, text: str) -> None:
 @pytest.mark.parametrize("name", [name for name in COMPRESSED if name != "randomk"])
 def test_an_overflow_on_one_rank_skips_on_all_and_leaves_no_trace(name: str) -> None:
     ranks(2, overflowing, f"{name}()" if name in ("fp16", "bf16", "int8", "int4", "fp8") else f"{name}(warmup=2)")
+
+
+@pytest.mark.parametrize("text", ["int4(warmup=2)", "powersgd(rank=1, warmup=2)", "sign(warmup=2)", "topk(warmup=2)"])
+def test_an_overflow_in_one_bucket_leaves_no_trace_in_the_others(text: str) -> None:
+    ranks(2, overflowing, text, one_layer=True)
 
 
 def swapping(rank: int, scaled: bool, last: str) -> None:

@@ -47,6 +47,7 @@ class ErrorFeedback(Reducer):
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(self.decay * bucket.scale, kept))
         mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True))
+        verdict = finite(mean) if good is None else good
 
         def take() -> None:
             if error is None and kept is None:
@@ -56,13 +57,13 @@ class ErrorFeedback(Reducer):
             left = torch.zeros_like(memory) if error is None else error
             if isinstance(bucket.scale, Tensor):
                 left = left.div_(bucket.scale)
-            replace_if(finite(mean) if good is None else good, memory, left)
+            replace_if(verdict, memory, left)
 
         def keep() -> None:
             take()
             finish()
 
-        return Reduced(mean, None, keep, good)
+        return Reduced(mean, None, keep, verdict)
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,14 @@ class Release(Reducer):
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
         mean, error, finish, good = yield from self.inner.reduce(bucket)
+        verdict = finite(mean) if good is None else good
 
         def forget() -> None:
             finish()
             if kept is not None:
-                kept.mul_((finite(mean) if good is None else good).logical_not())
+                kept.mul_(verdict.logical_not())
 
-        return Reduced(mean, error, forget, good)
+        return Reduced(mean, error, forget, verdict)
 
 
 def replace_if(good: Tensor, old: Tensor, new: Tensor) -> None:
