@@ -333,7 +333,7 @@ class Run:
         until now and is swapped here.
         """
         self.check_state(state, strict=strict)
-        state = self._respelt(state)
+        state = self.respelt(state)
         former, chosen = str(state["strategy"]), str(self.strategy)
         if former == chosen:
             self._engine.load(state)
@@ -357,13 +357,13 @@ class Run:
     def check_state(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Raise if `load_state_dict` would; nothing is changed."""
         self.require_live("load_state_dict")
-        engine, chosen, state = self._engine, str(self.strategy), self._respelt(state)
+        engine, chosen, state = self._engine, str(self.strategy), self.respelt(state)
         former = chosen if strict else str(state.get("strategy"))
         checked(state, former, engine.group.rank, engine.parameters, engine.memory)
         if former != chosen:
             saved(former)  # says what is wrong with it
 
-    def _respelt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def respelt(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """The state with the text that its strategy has today.
 
         Texts of the same strategy may differ: a class of the user's own was written `Name(...)` before it had a place.

@@ -273,6 +273,17 @@ def test_a_scaler_that_was_disabled_then_and_is_enabled_now(tmp_path: Path) -> N
     ranks(2, scaler_switched_on, str(tmp_path))
 
 
+def in_other_words(rank: int, folder: str) -> None:
+    _, _, run = started("ddp(reducer=Quantized(8))")
+    assert laconic.checkpoint.load(folder, run=run).step == 2
+    run.detach()
+
+
+def test_the_same_strategy_in_other_words_is_the_same(tmp_path: Path) -> None:
+    ranks(2, written, str(tmp_path), "int8()", 2, chain, adamw)
+    ranks(2, in_other_words, str(tmp_path))
+
+
 def elsewhere(rank: int, folder: str, text: str, said: str) -> None:
     model, optimizer, run = started(text)
     with pytest.warns(UserWarning, match=said):

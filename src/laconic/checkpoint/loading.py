@@ -124,7 +124,7 @@ def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tenso
 
 def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
     """Refuse what doesn't fit, before anything is changed."""
-    if strict and tree["run"]["strategy"] != str(run.strategy):
+    if strict and run.respelt(tree["run"])["strategy"] != str(run.strategy):
         raise ValueError(
             f"the checkpoint is of {tree['run']['strategy']}, attached is {run.strategy}; attach the same, or load with "
             "strict=False to swap here"
