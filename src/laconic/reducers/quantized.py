@@ -65,7 +65,7 @@ class Int8(Codec):
     limit, bits = 127.0, 8
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(_whole(numbers, noise))
+        out.copy_(_whole(numbers, noise, self.limit))
 
     def buffer(self, message: Tensor, count: int) -> Tensor:
         return message.view(torch.int8)
@@ -83,7 +83,7 @@ class Int4(Codec):
     limit, bits = 7.0, 4
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(_whole(numbers, noise))
+        out.copy_(_whole(numbers, noise, self.limit))
 
     def buffer(self, message: Tensor, count: int) -> Tensor:
         return message.new_zeros(count, dtype=torch.int8)
@@ -97,5 +97,6 @@ class Int4(Codec):
         return torch.stack([signed.bitwise_left_shift(4).bitwise_right_shift_(4), signed.bitwise_right_shift(4)], -1).view(-1)
 
 
-def _whole(numbers: Tensor, noise: Tensor | None) -> Tensor:
-    return numbers.round_() if noise is None else numbers.add_(noise).floor_()
+def _whole(numbers: Tensor, noise: Tensor | None, limit: float) -> Tensor:
+    # fp32 rounds limit + noise up to limit + 1 where the noise is next to 1; as a code, that would be a negative number.
+    return numbers.round_() if noise is None else numbers.add_(noise).floor_().clamp_max_(limit)
