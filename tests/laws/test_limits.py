@@ -213,6 +213,14 @@ RANDOM = [
 ]
 
 
+@pytest.mark.parametrize("kind", [laconic.PowerSGD, laconic.AlternatingPowerSGD, laconic.BatchedPowerSGD])
+def test_the_first_factors_are_of_the_seed(kind: type[Reducer]) -> None:
+    inputs = [tensors([(40, 30)], 0)]
+    one, same, other = (mean(kind(rank=1, seed=seed), inputs) for seed in (1, 1, 2))  # type: ignore[call-arg]
+    assert torch.equal(one, same)
+    assert not torch.allclose(one, other, atol=1e-4)
+
+
 @pytest.mark.parametrize("reducer", RANDOM, ids=str)
 def test_what_is_drawn_differs_by_round_parameter_and_seed(reducer: Reducer) -> None:
     one = tensors([(40, 30)], 0)[0]
@@ -221,6 +229,33 @@ def test_what_is_drawn_differs_by_round_parameter_and_seed(reducer: Reducer) -> 
     found = [*(part for each in rounds for part in each.view(2, -1)), *other_seed.view(2, -1)]
     for place, left in enumerate(found):
         assert not any(torch.allclose(left, right, atol=1e-4) for right in found[:place])
+
+
+@pytest.mark.parametrize("reducer", [laconic.Quantized(8), laconic.Quantized(4), *laconic.Float8.examples()], ids=str)
+def test_numbers_next_to_nothing_come_out_as_nothing(reducer: Reducer) -> None:
+    """Below 1e-38 there are numbers whose inverse is infinite; beside them, others keep their own scale."""
+    inputs = [[torch.tensor([0, 1e-39, -1e-44, 0]), torch.tensor([1e-30, 0])]] * 2
+    got = mean(reducer, inputs)
+    assert got[:4].abs().max() < 1e-38
+    assert got[4:].tolist() == pytest.approx([1e-30, 0])
+
+
+def test_sign_is_one_size_a_parameter_and_zero_counts_as_plus() -> None:
+    inputs = [[torch.tensor([3.0, -1, 0, -4]), torch.tensor([-8.0])], [torch.tensor([1.0, 1, 1, -1]), torch.tensor([-2.0])]]
+    assert mean(laconic.Sign(), inputs).tolist() == [1.5, -0.5, 1.5, -1.5, -5]
+
+
+@pytest.mark.parametrize("inner", [laconic.Exact(), laconic.Cast("bf16"), laconic.PowerSGD(1, 1)], ids=str)
+def test_what_is_released_is_sent_once_and_waits_for_a_good_step(inner: Reducer) -> None:
+    memory: Memory = [{"p0": {"error": torch.full((4, 6), 2.0 + rank)}} for rank in range(2)]
+    released, ones, bad = (
+        laconic.Release(inner),
+        [[torch.ones(4, 6)]] * 2,
+        [[torch.ones(4, 6)], [torch.full((4, 6), torch.inf)]],
+    )
+    for step, (inputs, wanted) in enumerate([(bad, torch.inf), (ones, 3.5), (ones, 1.0)]):
+        got = mean(released, inputs, memory, step)
+        assert torch.allclose(got, torch.full((24,), wanted)) if step else not got.isfinite().any()
 
 
 LONG = laconic.Quantized(8, block=1 << 21)  # a block is longer than a piece
@@ -280,3 +315,23 @@ def test_matrices_are_sent_as_factors_where_that_saves_more_than_the_rate(kind: 
         reducer = kind(rank=1, min_compression_rate=rate)  # type: ignore[call-arg]
         _, ledger = run(reducer, [tensors([shape], 0)], [{}], 0)
         assert (ledger.total.payload_bytes < 4 * shape[0] * shape[1]) == saves, (rate, shape)
+
+
+def test_what_a_saved_text_leaves_out() -> None:
+    """The text of a strategy leaves defaults out: with another default, a text that was saved would mean another method."""
+    written = {
+        "AlternatingPowerSGD(rank=2, min_compression_rate=2.0, seed=0)",
+        "BatchedPowerSGD(rank=1, warm_start=True, seed=0)",
+        "Cast(dtype='bf16', accumulate='fp32')",
+        "Float8(format='e4m3', block=512)",
+        "PowerSGD(rank=1, min_compression_rate=2.0, warm_start=True, seed=0)",
+        "Quantized(bits=8, block=None, rounding='nearest', seed=0)",
+        "RandomK(ratio=0.01, seed=0)",
+        "TopK(ratio=0.01)",
+    }
+    assert {repr(getattr(laconic, text.partition("(")[0])()) for text in written} == written
+    assert laconic.ErrorFeedback(laconic.Sign()).decay == 1
+    assert laconic.Warmup(2, laconic.Sign()).before == laconic.Exact()
+    for size, block in ((8, 512), (4, 128)):
+        left, right = (mean(laconic.Quantized(size, b), [tensors([(2000,)], 0)]) for b in (None, block))  # type: ignore[arg-type]
+        assert torch.equal(left, right)

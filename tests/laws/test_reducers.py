@@ -120,15 +120,15 @@ def test_saving_and_loading_changes_no_bit(reducer: Reducer) -> None:
 
 
 @every
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_non_finite_values_reach_every_rank_and_leave_no_trace(reducer: Reducer, bad: float) -> None:
+@pytest.mark.parametrize(("bad", "where"), [(float("nan"), 0), (float("inf"), 0), (float("-inf"), 1)])
+def test_non_finite_values_reach_every_rank_and_leave_no_trace(reducer: Reducer, bad: float, where: int) -> None:
     shapes: Shapes = [(5, 7), (11,)]
     memory: Memory = [{} for _ in range(3)]
     for step in range(6):
         inputs = [tensors(shapes, 10 * step + rank) for rank in range(3)]
         if step == 3:
             before = copy.deepcopy(memory)
-            inputs[1][0][2, 3] = bad
+            inputs[1][where].view(-1)[10] = bad  # in a matrix, and in what low rank sends as it is
         results, _ = run(reducer, inputs, memory, step)
         for result in results:
             assert bool(result.mean.isfinite().all()) == (step != 3)
