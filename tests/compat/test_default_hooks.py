@@ -141,6 +141,25 @@ def test_wrappers_give_the_dtype_back(wrapper: str, hook: str) -> None:
     ranks(2, wrapped, "laconic", wrapper, hook)
 
 
+def rounded(rank: int) -> None:
+    """Alone, what a hook gives back is the gradient in the wire's dtype: numbers too fine for bf16, too large for fp16."""
+    hooks, noop = (
+        module("laconic", "ddp_comm_hooks.default_hooks"),
+        module("laconic", "ddp_comm_hooks.debugging_hooks").noop_hook,
+    )
+    gradient = torch.tensor([1 + 2.0**-9, 1e-3, -7.7, 1e6])
+    for dtype, name in ((torch.float16, "fp16"), (torch.bfloat16, "bf16")):
+        for hook in (getattr(hooks, f"{name}_compress_hook"), getattr(hooks, f"{name}_compress_wrapper")(noop)):
+            model = linear((4,))
+            model.register_comm_hook(None, hook)
+            (found,) = averaged_by(model, [gradient])
+            assert torch.equal(found, gradient.to(dtype).float()), name
+
+
+def test_each_name_has_its_sixteen_bits() -> None:
+    ranks(1, rounded)
+
+
 @but_torch("hands out the 16-bit buffer")
 def test_a_wrapper_gives_the_dtype_back(library: str) -> None:
     ranks(2, wrapped, library, "fp16_compress_wrapper", "allreduce_hook")
@@ -175,6 +194,10 @@ def two_models(rank: int) -> None:
     again.zero_grad()
     again(vectors(rank, 5)).square().sum().backward()
     assert everywhere_equal([p.grad for p in again.parameters() if p.grad is not None])
+    for model in models:  # the older one of its module again, in several buckets
+        model.zero_grad()
+        model(vectors(rank, 6)).square().sum().backward()
+    assert same_bits(*[[p.grad for p in model.parameters() if p.grad is not None] for model in models])
 
 
 def test_several_models_and_a_module_wrapped_twice() -> None:

@@ -52,7 +52,7 @@ def counted(rank: int, library: str, options: dict[str, Any], late_reset: bool, 
     model = linear((24, 18))
     state = module(library, POWER).PowerSGDState(None, 1, start_powerSGD_iter=3, min_compression_rate=1)
     model.register_comm_hook(state, module(library, POWER).powerSGD_hook)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **{k: v for k, v in options.items() if k != "by hand"})
     called: Any = torch.compile(model, backend="eager") if compiled else model
     for step in range(8):
         if not late_reset:
@@ -61,11 +61,15 @@ def counted(rank: int, library: str, options: dict[str, Any], late_reset: bool, 
         if late_reset:
             optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if "by hand" in options:
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), [parameter.grad for parameter in model.parameters()], alpha=0.1)
+        else:
+            optimizer.step()
     return int(state.iter)
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"foreach": True}, {"by hand": True}], ids=str)
 @pytest.mark.parametrize("late_reset", [False, True], ids=["", "zero_grad after the forward"])
 @both
 def test_every_optimizer_counts(library: str, options: dict[str, Any], late_reset: bool) -> None:
@@ -295,11 +299,11 @@ def test_memory_can_be_read_and_changed() -> None:
     ranks(1, memory)
 
 
-def rescaled(rank: int, given: bool) -> float:
+def rescaled(rank: int, given: bool, enabled: bool = True) -> float:
     """Conservation under a loss scale that falls by 1024 midway: how much is missing, in the unscaled loss's units."""
     power = module("laconic", POWER)
     state = power.PowerSGDState(None, 1, start_powerSGD_iter=2, min_compression_rate=1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
     state.grad_scaler = scaler if given else None
     model = linear((24, 18))
     model.register_comm_hook(state, power.powerSGD_hook)
@@ -316,6 +320,7 @@ def rescaled(rank: int, given: bool) -> float:
 
 def test_a_loss_scale_that_changes() -> None:
     assert ranks(1, rescaled, True)[0] < 1e-4
+    assert ranks(1, rescaled, True, False)[0] < 1e-4, "a scaler that is switched off"
     assert ranks(1, rescaled, False)[0] > 1, "without being told of the scaler, it is torch's behaviour"
 
 

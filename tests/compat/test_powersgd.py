@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -129,9 +130,9 @@ def test_ranks_with_equal_gradients_are_as_one(library: str) -> None:
         assert all(close(a, b, 1e-5) for a, b in zip(together, alone, strict=True))
 
 
-def conserved(rank: int, library: str) -> None:
+def conserved(rank: int, library: str, batched: bool) -> None:
     """What was applied and what is still held back is all there was."""
-    state, model = powered(library, (24, 18), matrix_approximation_rank=1)
+    state, model = powered(library, (24, 18), matrix_approximation_rank=1, batched=batched)
     applied = torch.zeros(24, 18)
     for step in range(30):
         applied += averaged(model, noise(100 * step + rank, (24, 18)))[0]
@@ -144,7 +145,11 @@ def conserved(rank: int, library: str) -> None:
 
 @both
 def test_error_feedback_conserves(library: str) -> None:
-    RANKS[library](2, conserved, library)
+    RANKS[library](2, conserved, library, False)
+
+
+def test_batched_error_feedback_conserves() -> None:
+    ranks(2, conserved, "laconic", True)
 
 
 # What torch gets wrong
@@ -178,10 +183,11 @@ def test_batched(library: str) -> None:
 
 
 def batched_once(rank: int, library: str) -> None:
-    _, model = powered(library, (20, 20), batched=True, matrix_approximation_rank=20)
+    state, model = powered(library, (20, 21), batched=True, matrix_approximation_rank=21)
     for step in range(4):
-        found = averaged(model, noise(100 * step + rank, (20, 20)))
-    assert close(found, mean(lambda rank: noise(300 + rank, (20, 20)), 2), 1e-5)
+        found = averaged(model, noise(100 * step + rank, (20, 21)))
+    assert close(found, mean(lambda rank: noise(300 + rank, (20, 21)), 2), 1e-5)
+    assert state.compression_stats()[1:] == (2 * 420, 2 * 2 * 21 * 21), "two steps of two factors of a square of 21"
 
 
 def test_batched_at_full_rank_is_the_mean() -> None:
@@ -291,7 +297,8 @@ def test_the_log(library: str) -> None:
     (lines,) = RANKS[library](1, logged, library)
     assert sum("matrix_approximation_rank = 2" in line for line in lines) == 1
     assert sum("after 2 iterations" in line for line in lines) == 1
-    assert [line for line in lines if "PowerSGD at iteration" in line or "Compression stats" in line][2:], "every third step"
+    stats = [line for line in lines if "PowerSGD at iteration" in line or "Compression stats" in line]
+    assert [int(re.findall(r"iter\w* (\d+)", line)[0]) for line in stats] == [2, 5, 8], "every third step"
 
 
 def accumulated(rank: int, library: str, in_data: bool) -> list[int]:
@@ -303,6 +310,8 @@ def accumulated(rank: int, library: str, in_data: bool) -> list[int]:
         for micro in range(3):
             model(*noise(step + micro, (24, 18))).backward()
         seen.append(state.iter)
+        if library == "laconic":
+            assert state.compression_stats()[1] == max(step - 1, 0) * 3 * 24 * 18, "all three are of one phase"
         if in_data:
             for parameter in model.parameters():
                 assert parameter.grad is not None
@@ -382,15 +391,16 @@ def test_resume_with_other_buckets(cap: float, how: str) -> None:
     assert close(resumed, straight, 1e-6), "other buckets move all-reduce rounding only"
 
 
-def cold(rank: int, save_at: int, how: str) -> list[Tensor]:
+def cold(rank: int, save_at: int, how: str, seed: int = 0, batched: bool = False) -> list[Tensor]:
     """The same gradient in every step, and a new Q for it."""
-    state, model = powered("laconic", (24, 18), use_error_feedback=False, warm_start=False, start_powerSGD_iter=0)
+    settings: dict[str, Any] = {"use_error_feedback": False, "warm_start": False, "start_powerSGD_iter": 0}
+    state, model = powered("laconic", (24, 18), **settings, batched=batched, random_seed=seed)
     found = []
     for step in range(4):
         if step == save_at:
             saved = pickle.loads(pickle.dumps(state)) if how == "whole" else state.state_dict()
             if how != "in place":
-                state, model = powered("laconic", (24, 18), use_error_feedback=False, warm_start=False, start_powerSGD_iter=0)
+                state, model = powered("laconic", (24, 18), **settings)
             if how == "whole":
                 model = linear((24, 18))
                 model.register_comm_hook(state := saved, module("laconic", PATH).powerSGD_hook)
@@ -406,6 +416,18 @@ def test_a_cold_q_is_new_in_every_step_and_goes_on_after_loading(how: str) -> No
     (straight,), (resumed,) = ranks(1, cold, -1, ""), ranks(1, cold, 2, how)
     assert not any(close([left], [right]) for left, right in pairwise(straight))
     assert same_bits(resumed, straight)
+
+
+def seeded(rank: int) -> None:
+    for batched in (False, True):
+        one, same, other = (cold(rank, -1, "", seed, batched) for seed in (1, 1, 2))
+        assert same_bits(one, same)
+        drawn = [*one, *other]
+        assert not any(close([left], [right]) for place, left in enumerate(drawn) for right in drawn[:place])
+
+
+def test_a_cold_q_is_of_the_seed() -> None:
+    ranks(1, seeded)
 
 
 def saved_and_loaded(rank: int, library: str) -> None:
@@ -432,9 +454,18 @@ def test_torch_load_reads_a_saved_state(library: str) -> None:
 def pickled(rank: int, library: str) -> list[str]:
     power = module(library, PATH)
     with listening(power.logger, logging.WARNING) as lines:
-        state = power.PowerSGDState(dist.new_group([0]), matrix_approximation_rank=3, start_powerSGD_iter=7)
+        given = {
+            "matrix_approximation_rank": 3, "start_powerSGD_iter": 7, "min_compression_rate": 5.0, "use_error_feedback": False,
+            "warm_start": False, "orthogonalization_epsilon": 0.5, "compression_stats_logging_frequency": 11,
+            "batch_tensors_with_same_shape": True,
+        }  # fmt: skip
+        counted = {"iter": 9, "total_numel_before_compression": 8, "total_numel_after_compression": 4, "next_stats_report": 20}
+        state = power.PowerSGDState(dist.new_group([0]), random_seed=6, **given)
+        for name, value in counted.items():
+            setattr(state, name, value)
         again = pickle.loads(pickle.dumps(state))
-    assert (again.matrix_approximation_rank, again.start_powerSGD_iter) == (3, 7)
+    for name, value in {**given, **counted, **({"random_seed": 6} if library == "laconic" else {})}.items():
+        assert getattr(again, name) == value, name
     assert again.process_group is dist.group.WORLD
     return lines
 

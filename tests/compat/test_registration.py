@@ -42,6 +42,44 @@ def test_names_that_need_nccl_in_torch(library: str, name: str) -> None:
     ranks(2, by_name, library, name)
 
 
+class Given:
+    """What is registered with it."""
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        self.state, self.hook = state, hook
+
+
+@pytest.mark.parametrize("name", [*WORK_IN_TORCH, *OURS_ALONE, "NOOP"])
+def test_a_name_stands_for_the_hook_and_the_rank_that_it_has_in_torch(name: str) -> None:
+    found: list[Any] = [Given(), Given()]
+    for library, given in zip(("torch", "laconic"), found, strict=True):
+        module(library, "ddp_comm_hooks").DDPCommHookType[name].value(model=given, state=None)
+    theirs, ours = found
+    assert ours.hook.__qualname__ == theirs.hook.__qualname__
+    for setting in ("matrix_approximation_rank", "start_powerSGD_iter", "process_group"):
+        assert getattr(ours.state, setting, None) == getattr(theirs.state, setting, None)
+
+
+def in_pairs(rank: int) -> None:
+    """The group that is given as the state, and not the DDP's, is averaged over."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    hooks, group, world = module("laconic", "ddp_comm_hooks"), groups[rank // 2], 2 - rank // 2
+    wanted = mean(lambda place: noise(rank // 2 * 2 + place, *SHAPES), world)
+    for name in ("ALLREDUCE", "FP16_COMPRESS", "QUANTIZE_PER_TENSOR", "QUANTIZE_PER_CHANNEL", "POWER_SGD", "BATCHED_POWER_SGD"):
+        model = linear(*SHAPES)
+        hooks.register_ddp_comm_hook(hooks.DDPCommHookType[name], model, state=group)
+        assert close(averaged(model, noise(rank, *SHAPES)), wanted, 0.05), name
+    model = linear(*SHAPES)
+    state = hooks.powerSGD.PowerSGDState(group, 30, 2, min_compression_rate=0.1)
+    model.register_comm_hook(state, hooks.powerSGD.powerSGD_hook)
+    for _ in range(4):
+        assert close(averaged(model, noise(rank, *SHAPES)), wanted, 1e-4), "also when it compresses"
+
+
+def test_the_state_is_the_group_to_average_over() -> None:
+    ranks(3, in_pairs)
+
+
 def silent(rank: int, library: str) -> None:
     hooks = module(library, "ddp_comm_hooks")
     model = linear(*SHAPES)
