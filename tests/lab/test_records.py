@@ -29,7 +29,9 @@ def test_a_disk_that_fills_up_keeps_the_record_before(tmp_path: Path) -> None:
 
 def test_a_record_is_written_whole_and_read_again(tmp_path: Path) -> None:
     results = result(("ddp()", 1.0, 100, 1000))
+    results.task = "a [ 1,  2 ] of \n spaces"
     results.write(tmp_path)
+    assert "[5, 0.5, 1, 3.0]" in (tmp_path / "results.json").read_text()
     assert records.read(tmp_path) == results
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
     for text, pattern in [("{", "damaged"), ('{"version": 9}', "not of version 1"), ('{"version": 1, "runs": []}', "damaged")]:
@@ -82,6 +84,10 @@ def test_a_former_comparison_is_kept_under_a_number(tmp_path: Path) -> None:
         "report-1.html", "report-2.html", "results-1.json", "results-2.json",
     ]  # fmt: skip
     assert json.loads((tmp_path / "results-1.json").read_text())["runs"][0]["val_loss"] == 1.0
+    (tmp_path / "report-3.html").write_text("a page of the user's own")
+    results.write(tmp_path)
+    page.write(results, tmp_path)
+    assert records.set_aside(tmp_path) == ["results-4.json", "report-4.html"], "nothing is overwritten"
 
 
 def test_a_page_of_fewer_runs_does_not_stay_beside_the_record(tmp_path: Path) -> None:

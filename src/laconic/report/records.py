@@ -107,9 +107,9 @@ def finite(data: Any) -> Any:
 
 
 def _text(data: dict[str, Any]) -> str:
-    """JSON with a row of numbers on a line of its own."""
+    """JSON with a row of numbers on a line of its own. Only there a bracket is followed by a newline: texts have none."""
     text = json.dumps(finite(data), indent=1, allow_nan=False)
-    return re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
+    return re.sub(r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
 
 
 def read(folder: Path) -> Results:
