@@ -7,8 +7,8 @@ from rich.console import Console
 
 from laconic.report.charts import figures
 from laconic.report.summary import rows
-from laconic.report.terminal import cells, columns, loss, reached, show
-from laconic.report.words import verdict
+from laconic.report.terminal import cells, columns, human, legend, loss, reached, show
+from laconic.report.words import ground, verdict
 from tests.lab.made import result
 
 
@@ -22,8 +22,59 @@ def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
     assert "digits, 2 workers, link 100mbit, 1 seed, 2 cores" in words
 
 
+def test_of_several_that_are_good_enough_the_fastest_is_taken_and_of_none_the_nearest_is_named() -> None:
+    slow_first = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("b()", 1.019, 40, 500), ("c()", 1.021, 1, 1))
+    assert "Take b()" in verdict(slow_first)
+    far = result(("ddp()", 1.0, 100, 1000), ("a()", 1.7, 50, 500), ("b()", 1.5, 40, 500), ("c()", 1.6, 1, 1))
+    assert "the nearest is b() with 1.5000" in verdict(far)
+
+
+def test_each_cell_stands_under_its_head() -> None:
+    """In the order of the table: ddp first, the limit last, whatever the order of the runs."""
+    results = result(("silent()", 2.0, 25, 0), ("b()", 1.1, 50, 2.5e9), ("a()", 1.0, 40, 999.4), ("ddp()", 1.0, 100, 1e6))
+    for run in results.runs:
+        run.wire_bytes_per_step |= {"predicted": 1200.0, "kernel": 1999.0}
+    assert [row.strategy for row in rows(results)] == ["ddp()", "b()", "a()", "silent()"]
+    _, b, *_ = rows(results)
+    assert dict(zip(columns(results), cells(b, results), strict=True)) == {
+        "strategy": "b()", "val loss": "1.1000", "vs ddp": "1.100", "bytes/step": "2.5 GB", "predicted": "1.2 kB",
+        "kernel": "2 kB", "step": "50.0 ms", "speed": "2.00x", "limit": "50%", "to ddp loss": "never",
+    }  # fmt: skip
+    assert [human(count) for count in (999.4, 1000, 2.5e6)] == ["999 B", "1 kB", "2.5 MB"]
+    assert "PREDICTED" not in legend(results)
+    results.link_note = "no namespaces"
+    assert "PREDICTED" in legend(results)
+
+
+def test_what_a_comparison_rests_on() -> None:
+    one = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("silent()", 2.0, 40, 0))
+    assert "Noise: not known; one seed, so nothing is known over seeds." in ground(one)
+    # 100 and 200 ms a step from look to look, then 100 and 110; what another strategy does is no noise of the machine.
+    for run, last in zip(one.runs, (2.5, 9.0, 1.6), strict=True):
+        run.curve = [[5, 0.5, 1, 3.0], [10, 1.0, 2, 2.0], [15, 1.5 if run.strategy == "ddp()" else 1.05, 2, 1.0]]
+        run.curve += [[20, last, 2, 1.0]]
+    one.runs[2].curve = [[5, 0.5, 1, 3.0], [10, 1.0, 2, 2.0], [15, 1.55, 2, 1.0]]
+    words = ground(one)
+    assert "Machine: 2 cores, some. Link: 100mbit. Seeds: 0." in words
+    assert "the step time of ddp() and silent() varied by up to 43%; one seed" in words, "of 100, 100 and 200 ms"
+    several = result(*[(name, 1.0, ms, 10.0) for name in ("ddp()", "a()") for ms in (90.0, 110.0)])
+    for place, run in enumerate(several.runs):
+        run.seed = place % 2
+    several.runs[-1].step_ms = 270.0
+    assert "Seeds: 0, 1." in ground(several)
+    assert ground(several).endswith("Noise: over seeds by up to 50%.")
+
+
+def test_with_one_seed_the_noise_is_that_from_look_to_look() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 90, 500), ("silent()", 2.0, 40, 0))
+    results.runs[0].curve = [[0, 0.0, 0, 3.0], [5, 0.4, 1, 3.0], [10, 1.0, 2, 1.0]]  # 80 and 120 ms
+    assert "is faster by more than the noise, 40%" in verdict(results)
+
+
 def test_the_verdict_says_when_none_is() -> None:
     assert "No strategy came within 2%" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
+    nothing_sent = result(("ddp()", 1.0, 100, 0), ("a()", 1.0, 50, 0))
+    assert "at all of its bytes" in verdict(nothing_sent)
     assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
 
 
@@ -53,6 +104,10 @@ def test_of_several_seeds_one_that_diverged_is_enough() -> None:
     results.runs[2].seed = 1
     assert [loss(row) for row in rows(results)] == ["1.0000", "diverged (1 of 2)"]
     assert "all of them diverged" in verdict(results)
+    for run, name in zip(results.runs, ("a()", "ddp()", "ddp()"), strict=True):
+        run.strategy = name
+    assert "ddp() itself diverged with 1 of 2 seeds" in verdict(results)
+    assert ", 2 seeds, 2 cores" in verdict(results)
 
 
 @pytest.mark.parametrize("base", [0.0, -5.0])
