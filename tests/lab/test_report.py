@@ -133,6 +133,60 @@ def test_it_carries_all_it_needs(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_what_came_from_the_user_is_escaped_in_every_place_of_the_page() -> None:
+    """As the browser's test above, where none is installed."""
+    made = results(task=NASTY)
+    made.runs[1].strategy, made.link_note, made.versions = f"diloco({NASTY})", f"no {NASTY}", {"torch": NASTY}
+    text = page.page(made)
+    own = re.sub(r"<style>.*?</style>|<script>(?!document).*?</script>", "", text, flags=re.DOTALL)
+    assert NASTY not in own
+    assert "<b>" not in own
+    assert "document.title='taken'" not in own, "its quotes are escaped, too"
+    assert own.count("<script") == own.count("</script>") == 4, "one for each chart's data"
+    assert "<th>val loss</th>" in own
+    assert own.count("<tr>") == 1 + len(made.runs)
+    assert "Equal for all: initial weights" in own, "the ground"
+    assert "torch &lt;/script&gt;" in own
+
+
+def test_the_time_of_a_step_is_computing_and_then_waiting() -> None:
+    made = results()
+    made.runs[1].pace = [[999.0, 0.0]] * 5 + [[20.0, None]] * 46 + [[100.0, 30.0], [50.0, 10.0]]
+    traces = figures(made)["Where the time goes"]["data"]
+    computing, waiting = (trace for trace in traces if trace["legendgroup"] == "diloco(period=4)")
+    assert len(computing["x"]) == len(waiting["x"]) == 48, "the last ones"
+    assert (computing["base"][-2:], computing["x"][-2:]) == (pytest.approx([0.92, 1.02]), pytest.approx([0.07, 0.04]))
+    assert (waiting["base"][-2:], waiting["x"][-2:]) == (pytest.approx([0.99, 1.06]), pytest.approx([0.03, 0.01]))
+    assert computing["marker"]["opacity"] > waiting["marker"]["opacity"]
+    assert (computing["showlegend"], waiting["showlegend"]) == (True, False)
+    assert {trace["y"][0] for trace in traces} == {"ddp", "diloco(period=4)", "diloco(period=8)", "silent"}
+
+
+def test_a_strategy_has_one_colour_and_what_is_measured_against_is_grey() -> None:
+    made = results()
+    colours = [
+        {trace["name"]: trace.get("line", trace.get("marker"))["color"] for trace in chart["data"]}
+        for chart in figures(made).values()
+    ]
+    assert colours[0] == {"ddp": "#222222", "diloco(period=4)": COLOURS[0], "diloco(period=8)": COLOURS[1], "silent": "#999999"}
+    assert all(each.items() <= colours[0].items() for each in colours)
+    assert [len(each) for each in colours] == [4, 3, 3, 4], "what sends nothing has no place on an axis of bytes"
+    many = result(*[(f"a(period={period})", 1.0, 100, 1e6) for period in range(10)])
+    assert len({trace["marker"]["color"] for trace in figures(many)["Bytes a step"]["data"]}) == 10
+
+
+def test_bars_are_of_the_bytes_that_were_counted() -> None:
+    made = results()
+    made.runs[1].wire_bytes_per_step["predicted"] = 7.0
+    chart = figures(made)["Bytes a step"]
+    assert [(trace["x"], trace["text"]) for trace in chart["data"]] == [
+        ([1e6], ["1 MB"]), ([5e3], ["5 kB"]), ([2e3], ["2 kB"])
+    ]  # fmt: skip
+    low, high = chart["layout"]["xaxis"]["range"]
+    assert low < math.log10(2e3) - 0.5, "the shortest bar has a length"
+    assert math.log10(1e6) < high < 7
+
+
 def test_seeds_are_lines_of_one_colour_and_the_log_axis_has_no_zero() -> None:
     made = results()
     made.runs += [records.Record(**{**vars(run), "seed": 1}) for run in results().runs]
@@ -141,6 +195,11 @@ def test_seeds_are_lines_of_one_colour_and_the_log_axis_has_no_zero() -> None:
     assert loss[0]["x"] == [0.5, 1.0, None, 0.5, 1.0, None]
     bytes_ = figures(made)["Loss against bytes"]["data"]
     assert [x for trace in bytes_ for x in trace["x"] if x is not None and x <= 0] == []
+    assert (bytes_[0]["x"], bytes_[0]["y"]) == ([5e6, 1e7, None] * 2, [3.0, 1.0, None] * 2)
+    for run in made.runs:
+        run.predicted_step_ms = 3 * run.step_ms  # over a link that could not be had: slower, with as many bytes
+    assert figures(made)["Loss against bytes"]["data"] == bytes_
+    assert figures(made)["Loss against seconds"]["data"][0]["x"] == [1.5, 3.0, None] * 2
 
 
 def seen(colour: str, eyes: list[list[float]]) -> tuple[float, ...]:

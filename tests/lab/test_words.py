@@ -1,11 +1,14 @@
 """A comparison in numbers and words: made-up records in, sentences out."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
+from rich.progress_bar import ProgressBar
 
 from laconic.report.charts import figures
+from laconic.report.live import Board
 from laconic.report.summary import rows
 from laconic.report.terminal import cells, columns, human, legend, loss, reached, show
 from laconic.report.words import ground, verdict
@@ -186,3 +189,39 @@ def test_no_number_is_cut_or_folded_in_a_narrow_terminal(width: int, tables: int
     assert set(columns(results)) <= set(words)
     assert {cell for row in rows(results) for cell in cells(row, results)[1:]} <= set(words)
     assert words.count("strategy") == tables
+
+
+def shown(board: Board) -> list[str]:
+    """The cells of the first strategy's line: its bar as (completed, total), steps a second, loss, bytes."""
+    columns_ = [list(column.cells) for column in board.table().columns]
+    bar = columns_[1][0]
+    assert isinstance(bar, ProgressBar)
+    return [f"{bar.completed:g}/{bar.total:g}", *(str(column[0]) for column in columns_[2:])]
+
+
+def test_the_live_table_goes_on_over_seeds_and_lines_are_printed_where_nothing_can_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter([10.0, 12.0, 100.0, 101.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    out = io.StringIO()
+    board = Board(Console(file=out, width=150), ["a()"], steps=10, seeds=3)
+    first, second, third = result(("a()", 1.5, 100, 1000), ("a()", None, 50, 3000), ("a()", 2.0, 50, 0)).runs
+    board.finish(first, ran=False)  # it was there already
+    assert (shown(board), out.getvalue()) == (["10/30", "10.0", "1.500", "10 kB"], "")
+    board.begin("a()")
+    board.heard("a()", {"step": 2, "bytes": 2e3, "loss": 2.5})
+    board.heard("a()", {"step": 6, "bytes": 6e3})
+    assert shown(board) == ["16/30", "2.0", "2.500", "6 kB"], "4 steps in 2 seconds; the loss is the last one that was told"
+    board.finish(second)
+    assert shown(board) == ["20/30", "20.0", "diverged", "30 kB"]
+    assert out.getvalue() == "a(), seed 0: diverged, 50.0 ms a step, 3 kB a step\n"
+    board.begin("a()")
+    board.heard("a()", {"step": 1, "bytes": 1e3})
+    assert shown(board)[0] == "21/30"
+    board.heard("a()", {"step": 6, "bytes": 6e3})
+    assert shown(board)[1] == "5.0", "what lies between two runs doesn't count"
+    board.begin("a()")
+    assert shown(board)[0] == "20/30"
+    board.finish(third)
+    assert shown(board)[0] == "30/30"
