@@ -177,6 +177,8 @@ def by_hand_as_well(rank: int) -> str:
             for number in range(4):
                 step(model, optimizer, number)
         assert run.stats().syncs == 2
+        assert auto._auto is not None
+        auto._auto.explain_idleness()  # it has been explained
         return lines.getvalue()
 
 
@@ -274,7 +276,7 @@ def reloading_between_fits(rank: int, text: str, before: bool) -> str:
                     step(model, optimizer, number)
             if before:
                 optimizer.load_state_dict(optimizer.state_dict())
-            model = DistributedDataParallel(model.module)
+            model = DistributedDataParallel(module=model.module)
             if not before:
                 optimizer.load_state_dict(optimizer.state_dict())
         return weights(model)
