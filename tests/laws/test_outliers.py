@@ -44,3 +44,22 @@ def test_a_norm_is_the_root_mean_square_over_ranks_and_few_are_kept() -> None:
     for _ in range(2 * MEMORY):
         history.problem([1.0, 1.0])
     assert len(history.norms) == MEMORY
+
+
+def test_a_spread_of_nothing_is_a_thousandth_of_the_mean() -> None:
+    assert fed(3, [2.0] * ENOUGH + [2.005]) == [None] * (ENOUGH + 1)
+    assert fed(3, [2.0] * ENOUGH + [2.007])[-1] is not None
+
+
+def test_a_limit_is_in_standard_deviations_of_what_was_accepted() -> None:
+    steady = [1.0, 3.0] * (ENOUGH // 2)  # 2 ± 1
+    assert fed(3, [*steady, 4.99])[-1] is None
+    assert fed(3, [*steady, 5.01])[-1] is not None
+    assert all(fed(3, [*steady, *[5.01] * 20])[ENOUGH:]), "what was refused changes nothing for those after it"
+
+
+def test_the_newest_rounds_are_kept() -> None:
+    history = Norms(None)
+    for place in range(MEMORY + 5):
+        history.problem([float(place**2)])
+    assert history.norms == list(range(5, MEMORY + 5))
