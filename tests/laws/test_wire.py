@@ -2,15 +2,19 @@
 
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.futures import Future
 
-from laconic.agreement import gather_texts
+from laconic import wire
+from laconic.agreement import alike, gather_texts, pulse
 from laconic.dryrun import predict, simulate
-from laconic.wire import AllGather, AllReduce, AllToAll, Collective, Ledger, Rounds, Traffic, traffic
+from laconic.wire import AllGather, AllReduce, AllToAll, Collective, CommunicationError, Ledger, Rounds, Traffic, land, traffic
 
 
 @given(count=st.integers(1, 10_000), world=st.integers(1, 300))
@@ -83,3 +87,85 @@ def test_texts_of_any_letters_reach_every_rank() -> None:
     texts = ["", "plain", "/données/modèle № 3 は無い"]
     answers = simulate([gather_texts(text, torch.device("cpu")) for text in texts])
     assert answers == [texts] * 3
+
+
+def test_ranks_that_go_on_and_texts_that_differ_are_known_to_all() -> None:
+    going = [True, False, True]
+    assert simulate([pulse(one, torch.device("cpu")) for one in going]) == [going] * 3
+    for texts in (["a", "a", "a"], ["a", "a", "b"], ["b", "a", "a"], [f"{number}" for number in range(60)]):
+        answers = simulate([alike(text, torch.device("cpu")) for text in texts])
+        assert answers == [len(set(texts)) == 1] * len(texts)
+
+
+class Timed:
+    """A group whose collectives take a second each, by a clock of its own."""
+
+    rank, world = 0, 2
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.left: list[Collective] = []
+        self.error: Exception | None = None
+
+    def launch(self, collective: Collective) -> "Timed":
+        self.left.append(collective)
+        return self
+
+    def wait(self) -> torch.Tensor:
+        self.now += 1
+        if self.error:
+            raise self.error
+        return self.left[-1].tensor
+
+    def future(self) -> Future[torch.Tensor]:
+        raise AssertionError("nobody asks for it")
+
+    def settle(self, seconds: float) -> bool:
+        return True
+
+
+def working(group: Timed, device: str) -> Rounds[str]:
+    for _ in range(2):
+        group.now += 10
+        yield AllReduce(torch.ones(3, device=device))
+    group.now += 10
+    return "done"
+
+
+@pytest.mark.parametrize(("device", "waited"), [("cpu", 2.0), ("meta", None)])
+def test_time_is_waiting_or_working_and_unknown_where_waiting_does_not_block(
+    device: str, waited: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, ledger = Timed(), Ledger()
+    monkeypatch.setattr(wire, "time", SimpleNamespace(perf_counter=lambda: group.now))
+    assert land(working(group, device), group, ledger) == "done"
+    assert (ledger.wait_seconds, ledger.work_seconds) == (waited, 30.0)
+    assert {kind: cost.collectives for kind, cost in ledger.kinds.items()} == {"AllReduce": 2}
+
+
+def hollow() -> Rounds[list[tuple[int, ...]]]:
+    """Empty ones in a row, at the start, in between and at the end."""
+    shapes = []
+    for tensor in (torch.empty(0), torch.empty(0, 3), torch.ones(2), torch.empty(0), torch.empty(0)):
+        answer = yield AllGather(tensor)
+        shapes.append(tuple(answer.shape))
+    answer = yield AllToAll(torch.empty(2, 0))
+    return [*shapes, tuple(answer.shape)]
+
+
+def test_of_empty_tensors_only_the_answer_is_made() -> None:
+    group, ledger = Timed(), Ledger()
+    assert land(hollow(), group, ledger) == [(2, 0), (2, 0, 3), (2,), (2, 0), (2, 0), (2, 0)]
+    assert [tuple(collective.tensor.shape) for collective in group.left] == [(2,)]
+    assert ledger.total == Traffic(8, 8, 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), dist.DistNetworkError("gone")])
+def test_a_collective_that_failed_says_which_it_was(error: Exception) -> None:
+    group = Timed()
+    group.error = error
+    with pytest.raises(CommunicationError, match=r"^AllGather of 24 bytes among 2 ranks failed: gone$"):
+        land(once(AllGather, torch.ones(3, dtype=torch.float64)), group, Ledger())
+    group.error = NotImplementedError("a mistake of ours")
+    with pytest.raises(NotImplementedError):
+        land(once(AllGather, torch.ones(3)), group, Ledger())
