@@ -78,7 +78,13 @@ def test_memory_lies_as_the_gradient_does() -> None:
 
 def test_tensors_as_they_lie_in_memory() -> None:
     base = torch.arange(48.0)
-    for dense in (base, base.view(4, 12).t(), base[8:32].view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)):
+    single = base.as_strided((12, 1, 4), (1, 5, 12))  # the stride of a single row means nothing
+    for dense in (
+        base,
+        base.view(4, 12).t(),
+        single,
+        base[8:32].view(2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    ):
         found = stored(dense)
         assert found is not None
         assert sorted(found.tolist()) == sorted(dense.flatten().tolist())

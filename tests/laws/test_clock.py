@@ -40,6 +40,9 @@ def test_a_clock_goes_on_in_the_middle_of_a_step() -> None:
     assert (clock.ahead, clock.between) == ([1, 0], True)
     other.step()
     assert (clock.step, clock.between) == (8, False)
+    one.step()
+    clock.set(3, [0])
+    assert (clock.step, clock.ahead) == (3, [1, 0]), "of another number of optimizers nothing is known"
 
 
 class Wrapper:
@@ -99,3 +102,48 @@ def test_an_optimizer_over_the_parameters_of_several_stands_for_all_of_them() ->
     second.step()  # the old one again
     apart.step()
     assert clock.step == 4
+    newest = SGD([other], lr=1.0)
+    clock.add(newest)
+    newest.step()
+    assert clock.ahead == [1, 0], "it is one more of those"
+    apart.step()
+    assert clock.step == 5
+
+
+def test_an_optimizer_over_some_parameters_of_another_does_not_stand_for_it() -> None:
+    one, other, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    first, second = SGD([one], lr=1.0), SGD([other, third], lr=1.0)
+    clock = Clock([first, second], None, lambda: None)
+    some = SGD([one, other], lr=1.0)
+    clock.add(some)
+    some.step()
+    assert (clock.step, clock.ahead) == (0, [1, 0]), "nobody has stepped the third"
+    second.step()
+    assert clock.step == 1
+
+
+class Telling(SGD):
+    """Fails, or tells how it went."""
+
+    fails = False
+
+    def step(self, closure: object = None) -> float:  # type: ignore[override]
+        if self.fails:
+            raise ArithmeticError("not this time")
+        return 0.5
+
+
+def test_what_a_step_through_a_scaler_returns_or_raises_is_the_optimizers() -> None:
+    parameter, scaler = nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu")
+    optimizer = Telling([parameter], lr=0.1)
+    clock = Clock([optimizer], scaler, lambda: None)
+    scaler.scale(parameter.sum()).backward()
+    assert scaler.step(optimizer) == 0.5
+    scaler.update()
+    optimizer.fails = True
+    with pytest.raises(ArithmeticError):
+        scaler.step(optimizer)
+    assert clock.step == 1, "no step was made"
+    optimizer.fails = False
+    optimizer.step()
+    assert clock.step == 2, "without the scaler, it is counted again"
