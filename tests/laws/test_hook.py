@@ -166,11 +166,13 @@ def test_another_layout_of_buckets_is_expected_anew() -> None:
         arrive(hook, 0, 1, 2, 3)
     assert hook.layout() == [["0"], ["1"], ["2"], ["3"]]
     group.left.clear()
-    swapped = [Filled(PARAMETERS[place], number, number == 2) for number, place in enumerate((0, 2, 1))]
-    for one in swapped:
-        hook.arrive(one)  # type: ignore[arg-type]
-    assert hook.layout() == [["0"], ["2"], ["1"]], "of the last backward"
-    assert group.left == [(0, 0), (2, 0), (0, 1), (1, 0), (2, 1), (1, 1)]
+    for number, place in enumerate((0, 2, 1, 3)):
+        hook.arrive(Filled(PARAMETERS[place], number, number == 3))  # type: ignore[arg-type]
+    assert hook.layout() == [["0"], ["2"], ["1"], ["3"]]
+    assert group.left == [(0, 0), (2, 0), (0, 1), (1, 0), (3, 0), (2, 1), (1, 1), (3, 1)]
+    for number, place in enumerate((0, 2)):
+        hook.arrive(Filled(PARAMETERS[place], number, number == 1))  # type: ignore[arg-type]
+    assert hook.layout() == [["0"], ["2"]], "of the last backward"
 
 
 def test_a_bucket_knows_where_and_when_it_is() -> None:

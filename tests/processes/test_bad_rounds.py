@@ -192,17 +192,20 @@ def test_replicas_that_may_differ_are_let_be() -> None:
 
 def watched(rank: int, text: str, every: int) -> None:
     model, optimizer, run = started(text, check_every=every)
+    if rank == 1:
+        anchors = run.state_dict()["local"]["deltas"]["anchors"].values() if "diloco" in text else model.parameters()
+        with torch.no_grad():
+            next(iter(anchors)).add_(1e-3)
     with pytest.raises(laconic.ReplicaError, match=r"after 4 steps"):
         for step in range(20):
-            if step == 2 and rank == 1:
-                with torch.no_grad():
-                    next(model.parameters()).add_(1e-3)
             step_once(model, optimizer, rank, step)
     run.detach()
 
 
-def test_a_run_can_look_by_itself() -> None:
-    ranks(2, watched, "bf16()", 4)
+@pytest.mark.parametrize(("text", "every"), [("bf16()", 4), ("diloco(2)", 2)])
+def test_a_run_can_look_by_itself(text: str, every: int) -> None:
+    """Every so many steps, or, where steps are taken apart, every so many syncs."""
+    ranks(2, watched, text, every)
 
 
 def wrong(rank: int) -> None:

@@ -195,6 +195,7 @@ def counted(rank: int, strategy: str, folder: str) -> None:
         whole = run.stats()
         run.detach()
     assert whole.counted_steps == whole.steps == 8
+    kept = copy.deepcopy(state)
     new = laconic.attach(model, optimizer, strategy)
     new.load_state_dict(state)
     assert counts(new) == counts_of(half)
@@ -204,6 +205,8 @@ def counted(rank: int, strategy: str, folder: str) -> None:
     assert counts(new) == counts_of(whole)
     assert new.stats().wire_bytes_per_step == whole.wire_bytes / 8 > 0
     new.load_state_dict(state)  # back again, as a script may that has found its loss to be no number
+    assert difference(state, kept) is None, "training wrote into what had been loaded"
+    assert difference(new.state_dict(), kept) is None, "something of the steps in between is left"
     assert counts(new) == counts_of(half)
     go(model, optimizer, rank, range(4, 8))
     assert counts(new) == counts_of(whole)
@@ -227,7 +230,9 @@ def counts(run: laconic.Run) -> dict[str, Any]:
     return counts_of(run.stats())
 
 
-@pytest.mark.parametrize("strategy", ["int8(warmup=2)", "diloco(2, reducer=Quantized(8))"])
+@pytest.mark.parametrize(
+    "strategy", ["powersgd(rank=1, warmup=2)", "powersgd(rank=1, warmup=6)", "diloco(2, reducer=Quantized(8))"]
+)
 def test_stats_go_on_after_a_resume(strategy: str, tmp_path: Path) -> None:
     ranks(2, counted, strategy, str(tmp_path))
     for record in runs.read(tmp_path):

@@ -46,6 +46,8 @@ def swap(rank: int) -> None:
         before = run.stats()
         run.swap("bf16()")
         assert str(run.strategy) == "bf16()"
+        assert run._engine.hook is not None
+        assert run._engine.hook.strategy == "bf16()", "an error in backward names it"
         some_steps(model, optimizer, rank, range(5, 10))
         after = run.stats()
         assert after.collectives - before.collectives == 2 * 5 * len(run.layout())
@@ -67,6 +69,23 @@ def test_swap_in_the_middle_of_a_run() -> None:
     ranks(3, swap)
 
 
+def still_apart(rank: int) -> None:
+    """From one strategy of local steps to another, in the middle of a period: what has drifted, has drifted."""
+    model = build(chain)
+    optimizer = sgd(model)
+    with laconic.attach(model, optimizer, "local_sgd(2)") as run:
+        some_steps(model, optimizer, rank, range(5))
+        run.swap("silent()")
+        run.swap("silent()")
+        assert run._engine.drifted == (not everywhere_equal(weights(model)))
+        assert run.stats().syncs == 2, "those before the swap count"
+    assert everywhere_equal(weights(model))
+
+
+def test_replicas_that_are_apart_at_a_swap_end_equal() -> None:
+    ranks(2, still_apart)
+
+
 def detach(rank: int) -> None:
     model = build(chain)
     optimizer = sgd(model)
@@ -74,6 +93,7 @@ def detach(rank: int) -> None:
     some_steps(model, optimizer, rank, range(4))
     run.detach()
     run.detach()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), "nothing watches any more"
     some_steps(model, optimizer, rank, range(4, 8))
     assert run.stats().steps == 4
     assert same_bits(weights(model), plain(rank, 8)), "a detached DDP is a plain one"
