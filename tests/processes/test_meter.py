@@ -151,6 +151,34 @@ def test_ranks_that_do_the_same_have_no_drift(text: str, tmp_path: Path) -> None
             assert sync["cosine"] is None or sync["cosine"] == pytest.approx(1, abs=1e-6)
 
 
+def metered(rank: int, folder: str, every: int, texts: list[str]) -> None:
+    """Twelve steps, shared out among the strategies."""
+    model = build(lambda: chain(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with laconic.attach(model, optimizer, texts[0]) as run:
+        laconic.Meter(run, folder, every=every)
+        for step in range(STEPS):
+            if step and step % (STEPS // len(texts)) == 0:
+                run.swap(texts[step // (STEPS // len(texts))])
+            model(vectors(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("text", "every", "wanted"),
+    [
+        ("int8()", 5, [1, 6, 11]),  # the exchanges that follow steps 0, 5 and 10
+        ("int8()", 0, []),
+        ("diloco(2)", 5, [2, 6, 12]),  # the first sync after each
+        ("streaming_diloco(4, fragments=2, delay=0)", 6, [2, 4, 8, 10]),  # each fragment once
+    ],
+)
+def test_layers_are_looked_at_as_seldom_as_was_asked(text: str, every: int, wanted: list[int], tmp_path: Path) -> None:
+    ranks(1, metered, str(tmp_path), every, [text])
+    assert [row["step"] for row in runs.read(tmp_path)[0].layers] == wanted
+
+
 def drifted_by_hand(rank: int, folder: str) -> float:
     """How far this rank is from the mean before the sync."""
     model = build(chain)
