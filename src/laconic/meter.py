@@ -3,9 +3,9 @@
     with laconic.attach(model, optimizer, "int8()") as run:
         laconic.Meter(run, "runs/first")
 
-Every rank writes `rank-R.jsonl`: a line a step, of what is counted anyway; a line a sync; and, every `every` steps, a line of
-what compression lost in each layer, which takes passes over the data. `laconic watch runs/first` shows it while it runs,
-`laconic report runs/first` makes a page of it.
+Every rank writes `rank-R.jsonl`: a line a step, of what is counted anyway; a line a sync; a line a swap; and, every `every`
+steps, a line of what compression lost in each layer, which takes passes over the data. `laconic watch runs/first` shows it
+while it runs, `laconic report runs/first` makes a page of it.
 """
 
 import json
@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 
-from laconic.composition import Strategy
 from laconic.forecast import layer_bytes
 from laconic.run import Run
 from laconic.stats import Stats
@@ -55,7 +54,7 @@ class Meter:
         if tensorboard and rank == 0:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
         self._bytes: dict[str, int] = {}
-        self._bytes_of: Strategy | None = None
+        self._strategy = str(run.strategy)
         self._unseen: set[str] = set()  # layers that the look which goes on has not come to
         self._before, self._time = run.counts_here(), time.perf_counter()
         self._probe = run.observe(self)
@@ -67,6 +66,8 @@ class Meter:
         """The run has made a step."""
         step, counts, now = self._run.step, self._run.counts_here(), time.perf_counter()
         spent = counts + -self._before
+        if str(self._run.strategy) != self._strategy:
+            self._swapped(step - 1)
         self._write(
             {
                 "kind": "step",
@@ -97,6 +98,13 @@ class Meter:
         for sink in self._sinks:
             sink.close()
 
+    def _swapped(self, step: int) -> None:
+        """The run goes on by another strategy, after `step` steps."""
+        strategy = self._run.strategy
+        self._strategy, self._bytes = str(strategy), {}
+        row = {"kind": "swap", "step": step, "time": time.time(), "strategy": self._strategy, "cycle": strategy.cycle}
+        self._write(row)
+
     def _look_ahead(self) -> None:
         """Layers are looked at in the exchanges that follow this step, until each has come once."""
         if self._every and self._run.step % self._every == 0:
@@ -120,9 +128,8 @@ class Meter:
 
     def _layer_bytes(self) -> dict[str, int]:
         """Worked out once for each strategy: a run may swap it."""
-        if self._bytes_of is not self._run.strategy:
-            self._bytes_of = self._run.strategy
-            self._bytes = layer_bytes(self._bytes_of, self._run.model, self._run.group.world)
+        if not self._bytes:
+            self._bytes = layer_bytes(self._run.strategy, self._run.model, self._run.group.world)
         return self._bytes
 
     def _start(self) -> dict[str, Any]:
@@ -131,7 +138,7 @@ class Meter:
             "kind": "start",
             "version": VERSION,
             "time": time.time(),
-            "strategy": str(run.strategy),
+            "strategy": self._strategy,
             "cycle": run.strategy.cycle,
             "rank": run.group.rank,
             "world": run.group.world,

@@ -179,6 +179,33 @@ def test_layers_are_looked_at_as_seldom_as_was_asked(text: str, every: int, want
     assert [row["step"] for row in runs.read(tmp_path)[0].layers] == wanted
 
 
+def test_a_swap_is_in_the_records(tmp_path: Path) -> None:
+    texts = ["ddp()", "local_sgd(3)", "int8()"]
+    ranks(2, metered, str(tmp_path), 1, texts)
+    record = runs.read(tmp_path)[0]
+    assert (record.strategy, record.cycle) == ("ddp(), then local_sgd(period=3), then int8()", 1)
+    assert record.strategy in run_page.page([record])
+    first, last = record.layers[0]["layers"]["0.weight"], record.layers[-1]["layers"]["0.weight"]
+    assert first["wire_bytes"] == 16 * 16 * 4
+    assert last["wire_bytes"] < 16 * 16 * 4, "of the strategy that it is of"
+    rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["strategy"], row["cycle"]) for row in rows if row["kind"] == "swap"] == [
+        (4, "local_sgd(period=3)", 3),
+        (8, "int8()", 1),
+    ]
+
+
+def test_recent_steps_are_those_of_the_strategy_of_now(tmp_path: Path) -> None:
+    swap = {"kind": "swap", "step": 3, "time": 0.0, "strategy": "local_sgd(4)", "cycle": 4}
+    more = [{**STEP, "step": n, "wire_bytes": n} for n in range(4, 11)]
+    lines = [start_row(0, 1), *({**STEP, "wire_bytes": 1000} for _ in range(3)), swap]
+    for made, wanted in ((2, 4.5), (4, 5.5), (7, 8.5)):  # since the swap: all, a period, the last whole period
+        written = [*lines, *more[:made]]
+        (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in written))
+        (record,) = runs.read(tmp_path)
+        assert record.mean("wire_bytes", record.recent(50)) == wanted
+
+
 def drifted_by_hand(rank: int, folder: str) -> float:
     """How far this rank is from the mean before the sync."""
     model = build(chain)

@@ -31,7 +31,7 @@ def page(records: list[RankRecord]) -> str:
     if not going:
         raise ValueError("no step has been recorded yet")
     first = going[0]
-    title = f"{first.start['strategy']}, {first.start['world']} ranks"
+    title = f"{first.strategy}, {first.start['world']} ranks"
     table = [["rank", "steps", "step", "bytes/step", "waiting", "encoding", "ended"], *map(_cells, going)]
     charts = {
         "Bytes against seconds": _lines(going, "bytes that one rank put on the cable", "seconds", _cumulative),
@@ -57,7 +57,7 @@ def _lead(records: list[RankRecord]) -> str:
     waits = [share for record in records if (share := _share(record, "wait_seconds")) is not None]
     waiting = f"; waiting took {min(waits):.0%} to {max(waits):.0%} of the time, by rank" if waits else ""
     return (
-        f"{len(first.steps)} steps of {first.start['strategy']} on {first.start['world']} ranks, "
+        f"{len(first.steps)} steps of {first.strategy} on {first.start['world']} ranks, "
         f"{(seconds or 0) * 1e3:.1f} ms and {human(sent)} a step{waiting}."
     )
 

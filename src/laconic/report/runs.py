@@ -1,6 +1,7 @@
 """What a meter writes down: rank-R.jsonl, version 1."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,35 @@ class RankRecord:
     layers: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     starts: int = 1  # more than one: it was started again, and went on
-    cycle: int = 1  # steps after which the strategy does the same again, as of the last start
+    cycle: int = 1  # steps after which the strategy does the same again, as of the last start or swap
+    strategies: list[str] = field(default_factory=list)  # one after another
+    before: int = 0  # steps that were made by those before the last
+
+    @property
+    def strategy(self) -> str:
+        return ", then ".join(self.strategies or [self.start["strategy"]])
 
     @property
     def rank(self) -> int:
         return int(self.start["rank"])
 
+    def goes_by(self, row: Mapping[str, Any]) -> None:
+        """From here on, as a start or a swap says."""
+        self.cycle = int(row.get("cycle", 1))
+        if self.strategies[-1:] != [row["strategy"]]:
+            self.strategies.append(row["strategy"])
+            self.before = len(self.steps)
+
     def recent(self, steps: int) -> int:
         """How many of the last steps a mean of about so many is to be of: whole cycles; of a run that has ended, all.
 
-        A strategy that sends once in 16 steps has sent three or four times in the last 50, as it happens.
+        A strategy that sends once in 16 steps has sent three or four times in the last 50, as it happens. Steps by another
+        strategy, before a swap, don't count.
         """
-        made = len(self.steps)
-        if self.end is not None or made < self.cycle:
+        if self.end is not None:
+            return len(self.steps)
+        made = len(self.steps) - self.before
+        if made < self.cycle:
             return made
         cycles = -(-steps // self.cycle)
         return min(cycles, made // self.cycle) * self.cycle
@@ -77,11 +94,13 @@ def _rank(file: Path) -> RankRecord | None:
                 record = RankRecord(row)
             else:
                 record.starts, record.end = record.starts + 1, None
-            record.cycle = int(row.get("cycle", 1))
+            record.goes_by(row)
         elif record is None:
             raise ValueError(f"{file} doesn't begin with a start")
         elif kind == "end":
             record.end = row
+        elif kind == "swap":
+            record.goes_by(row)
         else:
             {"step": record.steps, "sync": record.syncs, "layers": record.layers}[kind].append(row)
     return record

@@ -45,7 +45,7 @@ def picture(records: list[RankRecord]) -> Group:
     if not records:
         return Group(Text("the run has just begun"))
     first = records[0]
-    title = f"{first.start['strategy']}, {first.start['world']} ranks, {first.start['parameters']:,} parameters"
+    title = f"{first.strategy}, {first.start['world']} ranks, {first.start['parameters']:,} parameters"
     table = Table(title=escape(title))
     for place, name in enumerate(("rank", "step", "steps/s", "bytes/step", "waiting", "encoding", "state")):
         table.add_column(name, justify="right" if 0 < place < 6 else "left")
