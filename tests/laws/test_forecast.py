@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import laconic
-from laconic.forecast import Exchanges, default_buckets
+from laconic.forecast import Exchanges, default_buckets, layer_bytes
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import Run, layout
 from laconic.wire import Traffic
@@ -79,6 +79,49 @@ def test_buckets_that_are_alike_cost_what_each_of_them_does(text: str) -> None:
 
     between = sent()
     assert sent(*buckets) == sum((sent(bucket) - between for bucket in buckets), between)
+
+
+def test_without_buckets_ddp_s_own_rule_is_followed() -> None:
+    """1 MiB in the first bucket, 25 MiB in the others, from the last parameter to the first; frozen ones are in none."""
+    model = nn.Sequential(*[nn.Linear(1000, 1000, device="meta") for _ in range(9)])
+    model[8].bias.requires_grad_(False)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    names = list(named)[::-1]
+    assert default_buckets(named) == [names[:1], names[1:15], names[15:]], "seven layers are the first that fill 25 MiB"
+    found = laconic.predict("ddp()", model, world_size=2)
+    assert (found.collectives, found.payload_bytes) == (3, 4 * (9 * 1000 * 1000 + 8 * 1000))
+    assert laconic.predict("ddp()", model, world_size=2, buckets=[["0.bias"], ["0.weight"]]).payload_bytes == 4 * 1001 * 1000
+    with pytest.raises(ValueError, match=r"buckets name parameters that the model doesn't train: 8\.bias, nobody"):
+        laconic.predict("ddp()", model, world_size=2, buckets=[["0.bias", "8.bias"], ["nobody"]])
+
+
+def test_who_takes_part_decides_over_the_bytes() -> None:
+    """A ring of N sends 2 (N-1)/N of what it averages."""
+    layer, one = nn.Linear(99, 100, device="meta"), 4 * 100 * 100
+
+    def sent(text: str, sizes: dict[str, int] | None = None) -> float:
+        return laconic.predict(text, layer, world_size=4, sizes=sizes).wire_bytes / one
+
+    node = "post_local_sgd(0, 4, subgroup='node')"  # gradients with the node each step, parameters with all each fourth
+    assert sent(node) == 4 * 1.5 + 1.5, "without sizes all are on one node"
+    assert sent(node, {"node": 2}) == 4 * 1.0 + 1.5
+    assert sent(node, {"node": 1}) == 1.5, "a rank alone on its node sends nothing there"
+    auto = "post_local_sgd(0, 4)"  # with the node, where there are several
+    assert sent(auto) == sent(auto, {"node": 4}) == 1.5
+    assert sent(auto, {"node": 2}) == 4 * 1.0 + 1.5
+    assert sent("hierarchical_sgd({2: 'rack', 4: 'world'})", {"rack": 2}) == 1.0 + 1.5
+    with pytest.raises(ValueError, match=r"how many ranks has 'rack'\? Give sizes=\{'rack': \.\.\.\}"):
+        sent("hierarchical_sgd({2: 'rack', 4: 'world'})")
+
+
+def test_bytes_by_layer_are_those_of_what_is_sent() -> None:
+    layer = nn.Linear(100, 100, device="meta")
+    plain = layer_bytes("ddp()", layer, 4)
+    assert plain == layer_bytes("local_sgd(4)", layer, 4) == {"weight": 60_000, "bias": 600}
+    quantized = layer_bytes("int8(warmup=9)", layer, 4)
+    assert quantized == layer_bytes("diloco(4, reducer=Quantized(8))", layer, 4), "when every warm-up is over"
+    assert quantized["weight"] < 0.3 * plain["weight"]
+    assert layer_bytes("silent()", layer, 4) == {"weight": 0, "bias": 0}
 
 
 @pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
