@@ -76,7 +76,7 @@ def test_damage_is_told_and_the_one_before_is_there(tmp_path: Path) -> None:
     assert [folder.name for folder in sorted((tmp_path / "good").iterdir())] == ["step-00000003", "step-00000004"], "keep=2"
     for number, (name, damage, torn, pattern) in enumerate(
         [  # which file, what becomes of it, whether a glance shows it, what is said
-            ("__1_0.distcp", flip, False, "__1_0.distcp is damaged: its checksum"),
+            ("__0_0.distcp", flip, False, "__0_0.distcp is damaged: its checksum"),  # rank 1 verifies it
             (".metadata", flip, False, ".metadata is damaged: its checksum"),
             ("__0_0.distcp", cut, True, "__0_0.distcp has [0-9]+ bytes instead of"),
             ("__1_0.distcp", remove, True, "__1_0.distcp is missing"),
@@ -133,6 +133,7 @@ def another_model(rank: int, folder: str) -> None:
     run = laconic.attach(model, optimizer, STRATEGY)
     with pytest.raises(ValueError, match=r"has the shape \(16, 16\) in the checkpoint, \(15, 15\) here"):
         laconic.checkpoint.load(folder, run=run)
+    misfits(folder)
     other = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)
     with pytest.raises(ValueError, match="not the optimizers that the run is attached to"):
         laconic.checkpoint.load(folder, run=run, optimizer=other)
@@ -141,6 +142,25 @@ def another_model(rank: int, folder: str) -> None:
     with pytest.raises(ValueError, match="keep must be at least 1"):
         laconic.checkpoint.save(folder, run=run, keep=0)
     run.detach()
+
+
+def misfits(folder: str) -> None:
+    """A layer less, other optimizers over the same model, a scaler that there was not."""
+    for make, groups, scaler, said in (
+        (lambda: nn.Sequential(*list(chain())[:-1]), None, None, "'24.weight' is in the checkpoint alone"),
+        (chain, [(0, 20), (20, 26)], None, "has 1 optimizers, the run 2"),
+        (chain, [(0, 25)], None, r"has groups of \[26\] parameters, this one of \[25\]"),
+        (chain, None, torch.amp.GradScaler("cpu"), "the checkpoint has no GradScaler, and the run the reverse"),
+    ):
+        model = build(make)
+        parameters = list(model.parameters())
+        parts = [parameters[first:last] for first, last in groups] if groups else [parameters]
+        if groups and groups[-1][-1] < len(parameters):
+            parameters[-1].requires_grad_(False)
+        run = laconic.attach(model, [torch.optim.AdamW(part, lr=0.01) for part in parts], STRATEGY, scaler=scaler)
+        with pytest.raises(ValueError, match=said):
+            laconic.checkpoint.load(folder, run=run)
+        run.detach()
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:

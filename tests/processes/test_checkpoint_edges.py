@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -112,6 +113,49 @@ def test_a_mean_on_loan_is_not_saved(tmp_path: Path) -> None:
     ranks(2, borrowed, str(tmp_path))
 
 
+class Own(nn.Module):
+    """Has what each rank may have for itself: a buffer, and a parameter that DDP is told to leave alone."""
+
+    def __init__(self, ignored: bool) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+        self.own = nn.Parameter(torch.zeros(3))
+        if ignored:
+            nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own"])  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x) + self.own
+        return out
+
+
+def of_its_own(rank: int, folder: str) -> None:
+    """The strategy's text, and whether DDP ignores a parameter; what a rank has for itself comes back to that rank."""
+    every_second = "Strategy(Exact(), Route(((Every(2), 'world'),)))"  # steps between are taken apart
+    for place, (text, ignored) in enumerate((("ddp()", False), ("ddp()", True), (every_second, False))):
+        found = []
+        for load in (False, True):
+            torch.manual_seed(0)
+            random.seed(rank)
+            model = nn.parallel.DistributedDataParallel(Own(ignored), broadcast_buffers=False)
+            optimizer = adamw(model)
+            run = laconic.attach(model, optimizer, text)
+            if load:
+                laconic.checkpoint.load(Path(folder) / str(place), run=run)
+            else:
+                train(model, optimizer, rank, range(3))
+                random.gauss(0, 1)  # Python keeps the second of a pair for the next call
+                laconic.checkpoint.save(Path(folder) / str(place), run=run)
+            found.append({**everything(model, [optimizer], run), "random": [random.getstate(), torch.get_rng_state()]})
+            run.sync()
+            run.detach()
+        unlike = difference(found[1], found[0], text)
+        assert unlike is None, unlike
+
+
+def test_what_a_rank_has_for_itself_comes_back_to_it(tmp_path: Path) -> None:
+    ranks(2, of_its_own, str(tmp_path))
+
+
 # Where it is saved
 
 
@@ -209,6 +253,13 @@ def test_a_manifest_that_was_changed_is_damaged(tmp_path: Path) -> None:
             manifest.read(file.parent)
     file.write_text(json.dumps(json.loads(good)))  # other blanks, the same words
     assert laconic.checkpoint.latest(tmp_path) == file.parent
+    file.write_text(json.dumps({key: value for key, value in json.loads(good).items() if key != "checksum"}))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: it has no checksum"):
+        manifest.read(file.parent)
+    file.write_text(good)
+    with (file.parent / ".metadata").open("ab") as longer:
+        longer.write(b"x")
+    assert laconic.checkpoint.latest(tmp_path) is None, "a file that is too long is not the one that was written"
     old = {**json.loads(good), "format": 1}
     del old["checksum"]  # which format 1 did not have
     file.write_text(json.dumps(old))

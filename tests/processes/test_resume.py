@@ -188,12 +188,21 @@ def counted(rank: int, strategy: str, folder: str) -> None:
     """Steps and bytes are of one scope: of the whole run, also after a resume and after going back."""
     model = build(chain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def half_of(run: laconic.Run, first: int) -> None:
+        go(model, optimizer, rank, range(first, first + 3))
+        with run.consensus():  # bytes beside the training's, where replicas differ
+            pass
+        go(model, optimizer, rank, range(first + 3, first + 4))
+
     with laconic.attach(model, optimizer, strategy) as run:
-        go(model, optimizer, rank, range(4))
+        half_of(run, 0)
         half, state = run.stats(), copy.deepcopy(run.state_dict())
-        go(model, optimizer, rank, range(4, 8))
+        half_of(run, 4)
         whole = run.stats()
         run.detach()
+    assert 2 * half.aside_bytes == whole.aside_bytes
+    assert bool(half.aside_bytes) == ("diloco" in strategy)
     assert whole.counted_steps == whole.steps == 8
     kept = copy.deepcopy(state)
     new = laconic.attach(model, optimizer, strategy)
@@ -201,19 +210,19 @@ def counted(rank: int, strategy: str, folder: str) -> None:
     assert counts(new) == counts_of(half)
     assert (new.stats().wait_seconds, new.stats().work_seconds) == (half.wait_seconds, half.work_seconds)
     laconic.Meter(new, folder)
-    go(model, optimizer, rank, range(4, 8))
+    half_of(new, 4)
     assert counts(new) == counts_of(whole)
     assert new.stats().wire_bytes_per_step == whole.wire_bytes / 8 > 0
     new.load_state_dict(state)  # back again, as a script may that has found its loss to be no number
     assert difference(state, kept) is None, "training wrote into what had been loaded"
     assert difference(new.state_dict(), kept) is None, "something of the steps in between is left"
     assert counts(new) == counts_of(half)
-    go(model, optimizer, rank, range(4, 8))
+    half_of(new, 4)
     assert counts(new) == counts_of(whole)
     del state["counts"]  # one of before there were any
     new.load_state_dict(state)
     assert (new.stats().steps, new.stats().counted_steps, new.stats().wire_bytes_per_step) == (4, 0, 0.0)
-    go(model, optimizer, rank, range(4, 8))
+    half_of(new, 4)
     late = new.stats()
     assert (late.steps, late.counted_steps) == (8, 4)
     assert late.wire_bytes == whole.wire_bytes - half.wire_bytes

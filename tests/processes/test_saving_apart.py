@@ -17,7 +17,7 @@ from torch import Tensor
 import laconic
 from laconic import wire
 from laconic.checkpoint import loading, manifest, saving
-from laconic.checkpoint.tree import pack
+from laconic.checkpoint.tree import keys, pack, skeleton, unpack
 from tests.models import build, chain, difference, everything, same_bits, weights
 from tests.processes.test_checkpoint_edges import adamw, names, started, train
 from tests.ranks import ranks
@@ -36,6 +36,8 @@ def one_sided(rank: int, folder: str) -> None:
         laconic.checkpoint.save(folder, run=run, extra={"a": Unwilling() if rank == 1 else 1})
     with pytest.raises(ValueError, match="asynchronous"):
         laconic.checkpoint.save(folder, run=run, asynchronous=rank == 0)
+    with pytest.raises(ValueError, match="rank 1 has keep 4, rank 0 has keep 3"):
+        laconic.checkpoint.save(folder, run=run, keep=3 + rank)
     (Path(folder) / "file").touch()
     going = laconic.checkpoint.save(Path(folder) / "file", run=run, asynchronous=True)
     if rank == 0:
@@ -228,6 +230,39 @@ def test_another_version_is_an_error_and_no_reason_to_begin_anew(tmp_path: Path)
 def test_what_would_come_back_as_something_else_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="extra/x"):
         pack({"extra": {"x": make()}}, "/".join)
+
+
+def test_what_is_packed_comes_back_as_it_was() -> None:
+    arrays = {
+        "none": np.empty((0, 3), dtype=np.int64),
+        "scalar": np.array(2.5),
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "every second": np.arange(9, dtype=np.uint16)[::2],
+        "texts": np.array(["a", "\u00e9\u00e9"]),
+        "days": np.array(["2026-01-01"], dtype="M8[D]"),
+        "truths": np.array([True, False]),
+    }
+    plain: dict[Any, Any] = {
+        1: (2, [3.5, None, (True,)]),
+        "size": torch.Size([2, 3]),
+        "dtype": torch.float16,
+        "number": np.int32(7),
+        "truth": np.bool_(True),
+        "bytes": b"\0\xff",
+        "z": 1 + 2j,
+    }
+    tensors = {"a": {"b": torch.ones(2).t(), "empty": torch.empty(0)}, "a/b": torch.arange(6).view(2, 3).t()}
+    packed, rest = pack({"arrays": arrays, "plain": plain, "tensors": [tensors]}, "/".join)
+    found = unpack(skeleton(rest), packed)
+    assert sorted(keys(skeleton(rest))) == sorted(packed), "nothing is read that was not asked for, nor the reverse"
+    for name, array in arrays.items():
+        back = found["arrays"][name]
+        assert (back.dtype, back.shape, back.tolist()) == (array.dtype, array.shape, array.tolist())
+        assert back.flags.writeable
+    assert found["plain"] == {**plain, "number": 7, "truth": True}
+    assert [type(found["plain"][key]) for key in ("number", "truth", "size")] == [int, bool, torch.Size]
+    unlike = difference(found["tensors"], [tensors])
+    assert unlike is None, unlike
 
 
 def scaled(rank: int, folder: str) -> None:
