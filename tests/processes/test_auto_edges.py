@@ -105,7 +105,9 @@ def two_over_the_same(rank: int, loaded: bool) -> None:
         model(torch.ones(1, 6))
         other = copy.copy(model)  # built before the first one ran, so no constructor has ended that run
         watcher()._ddps[other] = auto.AutoRun(other)
-        with pytest.raises(RuntimeError, match=r"no optimizer made a step between them: diloco\(period=4\) can be attached to one"):
+        with pytest.raises(
+            RuntimeError, match=r"no optimizer made a step between them: diloco\(period=4\) can be attached to one"
+        ):
             other(torch.ones(1, 6))
         watcher().fail(RuntimeError())
 
@@ -124,7 +126,9 @@ def scalers(rank: int) -> None:
         watcher().finish()
         model, optimizer = build()
         both = [torch.amp.GradScaler("cpu") for _ in range(2)]
-        with pytest.raises(RuntimeError, match=f"the script builds {len(both)} GradScalers, and which one is meant is not clear"):
+        with pytest.raises(
+            RuntimeError, match=f"the script builds {len(both)} GradScalers, and which one is meant is not clear"
+        ):
             step(model, optimizer, 0)
 
 
