@@ -171,6 +171,28 @@ def test_a_hierarchy_averages_over_the_largest_group_that_is_due(library: str) -
     ranks(4, levels, library)
 
 
+def among_some(rank: int, library: str) -> None:
+    """Ranks 1 and 2 of three, and rank 0 without them."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    members = [0] if rank == 0 else [1, 2]
+    periodic = module(library, "model_averaging.averagers").PeriodicModelAverager(2, process_group=groups[rank > 0])
+    for _ in range(3):
+        parameters = replica(rank, *SHAPES)
+        periodic.average_parameters(parameters)
+        assert close(values(parameters), mean_of(members if periodic.step != 2 else [rank], *SHAPES))
+    hierarchical = module(library, "model_averaging.hierarchical_model_averager").HierarchicalModelAverager
+    if rank:
+        averager = hierarchical({2: 1, 4: 2}, process_group=groups[1])
+        for step in range(5):
+            parameters = replica(rank, *SHAPES)
+            averager.average_parameters(parameters)
+            assert close(values(parameters), mean_of([rank] if step % 4 else members, *SHAPES))
+
+
+def test_averaging_among_some_ranks() -> None:
+    ranks(3, among_some, "laconic")
+
+
 def refused(rank: int, library: str) -> None:
     averagers, hierarchical = (module(library, f"model_averaging.{n}") for n in ("averagers", "hierarchical_model_averager"))
     with pytest.raises(ValueError, match="warmup_steps"):

@@ -63,7 +63,8 @@ def counted(rank: int, library: str, options: dict[str, Any], late_reset: bool, 
         loss.backward()
         if "by hand" in options:
             with torch.no_grad():
-                torch._foreach_sub_(list(model.parameters()), [parameter.grad for parameter in model.parameters()], alpha=0.1)
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]
         else:
             optimizer.step()
     return int(state.iter)

@@ -184,6 +184,24 @@ def state_hooks(rank: int) -> None:
     optimizer.register_load_state_dict_post_hook(lambda *_: events.append("loaded"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert events == ["saving", "loading 1", "loaded"]
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: {**state, "step": 7})
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.averager.step == 7, "what a hook gives back is loaded"
+
+
+def reset(rank: int, library: str) -> None:
+    model = layer(rank)
+    optimizer = wrapped(library, model)
+    for to_none in (False, True):
+        lose(model, rank, 0).backward()
+        optimizer.zero_grad(set_to_none=to_none)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert all(gradient is None if to_none else gradient is not None and not gradient.any() for gradient in gradients)
+
+
+@both
+def test_zero_grad(library: str) -> None:
+    ranks(1, reset, library)
 
 
 def test_state_dict_hooks() -> None:

@@ -136,11 +136,14 @@ def test_buffers_stay_local(library: str) -> None:
 
 def accumulated(rank: int, library: str) -> None:
     """Three backwards a step without `no_sync`, a warm-up of two steps."""
-    state, model = hooked(library, dist.new_group([0]), 2)
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    state, model = hooked(library, alone, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         for micro in range(3):
-            model(*noise(step + micro, *SHAPES)).backward()
+            model(*noise(10 * (step + micro) + rank, *SHAPES)).backward()
+            found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            assert everywhere_equal(found) == (step < 2), "all three are of one phase"
         assert state.iter == step + 1
         optimizer.step()
         optimizer.zero_grad()
@@ -148,7 +151,7 @@ def accumulated(rank: int, library: str) -> None:
 
 @but_torch("counts backwards, and only until the switch")
 def test_the_warm_up_counts_optimizer_steps(library: str) -> None:
-    ranks(1, accumulated, library)
+    ranks(2, accumulated, library)
 
 
 def logged(rank: int, library: str) -> list[str]:

@@ -454,7 +454,7 @@ def test_torch_load_reads_a_saved_state(library: str) -> None:
 def pickled(rank: int, library: str) -> list[str]:
     power = module(library, PATH)
     with listening(power.logger, logging.WARNING) as lines:
-        given = {
+        given: dict[str, Any] = {
             "matrix_approximation_rank": 3, "start_powerSGD_iter": 7, "min_compression_rate": 5.0, "use_error_feedback": False,
             "warm_start": False, "orthogonalization_epsilon": 0.5, "compression_stats_logging_frequency": 11,
             "batch_tensors_with_same_shape": True,

@@ -1,5 +1,6 @@
 """ZeRO's optimizer in backward: what ZeRO after backward gives."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.compat.ddp_comm_hooks.ddp_zero_hook import _gather
+from laconic.dryrun import simulate
 from tests.compat.libraries import both, but_torch, close, module
 from tests.compat.test_optimizer_overlap import convolutions, images
-from tests.models import weights
+from tests.models import same_bits, weights
 from tests.ranks import ranks
 
 PATH = "ddp_comm_hooks.ddp_zero_hook"
@@ -19,16 +22,19 @@ HOOKS = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 STEPS = 8
 
 
-def ddp(channels_last: bool, group: Any, **options: Any) -> DistributedDataParallel:
-    layers = convolutions()
-    if channels_last:
-        layers = layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+def ddp(layout: str, group: Any, **options: Any) -> DistributedDataParallel:
+    layers: Any = convolutions()
+    if layout == "channels_last":
+        layers = layers.to(memory_format=torch.channels_last)
+    if layout == "gaps":  # a weight that is a part of a larger tensor
+        with torch.no_grad():
+            layers[4].weight = nn.Parameter(nn.functional.pad(layers[4].weight, (0, 9))[:, :288])
     return DistributedDataParallel(layers, bucket_cap_mb=0.005, process_group=group, **options)
 
 
-def after_backward(rank: int, channels_last: bool, group: Any, first: int, made: Any, options: dict[str, Any]) -> list[Tensor]:
+def after_backward(rank: int, layout: str, group: Any, first: int, made: Any, options: dict[str, Any]) -> list[Tensor]:
     """Plain DDP; as in torch, the first backwards update nothing."""
-    model = ddp(channels_last, group)
+    model = ddp(layout, group)
     optimizer = made(model.parameters(), **options)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -44,7 +50,7 @@ def in_backward(
     hook: str,
     shard_buckets: bool,
     inner: str = "allreduce_hook",
-    channels_last: bool = False,
+    layout: str = "",
     members: list[int] | None = None,
     made: Any = torch.optim.SGD,
     static_graph: bool = False,
@@ -53,7 +59,7 @@ def in_backward(
     group: Any = dist.new_group(members) if members else dist.group.WORLD
     if members and rank not in members:
         return
-    model = ddp(channels_last, group, static_graph=static_graph)
+    model = ddp(layout, group, static_graph=static_graph)
     pointers = [parameter.data_ptr() for parameter in model.parameters()]
     strides = [parameter.stride() for parameter in model.parameters()]
     zero = ZeroRedundancyOptimizer(model.parameters(), made, process_group=group, overlap_with_ddp=True, **options)
@@ -62,7 +68,7 @@ def in_backward(
     for step in range(STEPS):
         model.zero_grad()
         model(images(rank, step)).square().mean().backward()
-    wanted = after_backward(rank, channels_last, group, 3 if static_graph else 2, made, options)
+    wanted = after_backward(rank, layout, group, 3 if static_graph else 2, made, options)
     assert close(weights(model), wanted, 1e-5 if inner == "allreduce_hook" else 1e-2)
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, [float(p.double().sum()) for p in model.parameters()], group=group)
@@ -93,7 +99,22 @@ def test_in_a_subgroup(hook: str) -> None:
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_channels_last(hook: str) -> None:
-    ranks(2, in_backward, "laconic", hook, True, channels_last=True)
+    ranks(2, in_backward, "laconic", hook, True, layout="channels_last")
+
+
+def test_a_parameter_with_gaps_in_memory() -> None:
+    ranks(2, in_backward, "laconic", HOOKS[0], False, layout="gaps")
+
+
+def test_large_shards_travel_in_parts() -> None:
+    """Some MiB at a time: parameters that are cut by a message's end, before and behind others, of ranks with uneven shares."""
+    sizes = [[3, 1_500_000, 700_000, 5], [11, 1_048_576], []]
+    values = [[torch.rand(size) + 10 * rank for size in row] for rank, row in enumerate(sizes)]
+    replicas = [[[v.clone() if owner == rank else -v for v in row] for owner, row in enumerate(values)] for rank in range(3)]
+    groups: list[Any] = [SimpleNamespace(rank=rank) for rank in range(3)]
+    simulate([_gather(replica, group) for replica, group in zip(replicas, groups, strict=True)])
+    for replica in replicas:
+        assert all(same_bits(got, wanted) for got, wanted in zip(replica, values, strict=True))
 
 
 @pytest.mark.parametrize("hook", HOOKS)
