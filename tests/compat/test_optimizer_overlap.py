@@ -55,6 +55,10 @@ def everything(model: nn.Module) -> list[Tensor]:
     return list(model.parameters())
 
 
+def all_but_the_last(model: nn.Module) -> list[Tensor]:
+    return list(model.parameters())[:-1]
+
+
 def convolutions_alone(model: nn.Module) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.dim() == 4]
 
@@ -135,14 +139,18 @@ def optimizers_of_parameters(rank: int, as_view: bool, channels_last: bool) -> N
     model = ddp(channels_last, gradient_as_bucket_view=as_view)
     with torch.no_grad():  # at its first forward, DDP would register torch's own hook for parameters that have optimizers then
         model(images(rank, 0))
-    for parameter in model.parameters():
+    *chosen, plain = model.parameters()
+    for parameter in chosen:
         parameter._in_backward_optimizers = [torch.optim.SGD([parameter], lr=0.05, momentum=0.9)]  # type: ignore[attr-defined]
     model.register_comm_hook(weakref.ref(model), module("laconic", PATH)._apply_optim_in_backward_hook(as_view))
     for step in range(6):
+        plain.grad = None
         model(images(rank, step)).square().mean().backward()
-        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in chosen)
+        assert plain.grad is not None, "it has no optimizer, so its gradient is the user's"
+        assert everywhere_equal([plain.grad])
     assert everywhere_equal(weights(model))
-    assert close(weights(model), stepped_after(rank, *OPTIMIZERS[0], channels_last, everything, 6), 1e-5)
+    assert close(weights(model), stepped_after(rank, *OPTIMIZERS[0], channels_last, all_but_the_last, 6), 1e-5)
 
 
 @pytest.mark.parametrize("as_view", [False, True], ids=["", "gradients as bucket views"])

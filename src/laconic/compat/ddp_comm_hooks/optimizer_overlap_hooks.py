@@ -6,8 +6,9 @@ What differs from torch:
 - Gradients are taken from what the hook returned, in the parameters' own layout and dtype: hooks that return a new tensor
   (tests/compat/test_optimizer_overlap.py::test_a_hook_that_returns_a_new_tensor), channels_last (::test_channels_last) and the
   16-bit wrappers with Adam (::test_wrapped_in_sixteen_bits) give what stepping after backward gives.
-- `_apply_optim_in_backward_hook` needs no accelerator (::test_optimizers_in_backward). At its first forward DDP registers
-  torch's own hook if parameters have optimizers by then: to use this one, run a forward before you hand them out.
+- `_apply_optim_in_backward_hook` needs no accelerator, and parameters without an optimizer of their own get averaged gradients
+  also without `gradient_as_bucket_view` (::test_optimizers_in_backward). At its first forward DDP registers torch's own hook if
+  parameters have optimizers by then: to use this one, run a forward before you hand them out.
 """
 
 from collections.abc import Callable, Iterable
@@ -70,6 +71,8 @@ def _apply_optim_in_backward_hook(
                         parameter.grad = gradient
                     for optimizer in optimizers:
                         optimizer.step()
+                elif parameter.grad is not None and not gradient_is_bucket_view:
+                    parameter.grad.copy_(gradient)  # DDP leaves it to us, see below
             return flat
 
         def finish() -> None:
@@ -81,7 +84,7 @@ def _apply_optim_in_backward_hook(
                     parameter.grad = None
 
         if not pending:  # the first bucket of this backward
-            ddp.reducer._set_optimizer_in_backward()  # it then leaves gradients that are None as they are
+            ddp.reducer._set_optimizer_in_backward()  # it then writes no gradients, so those we set to None stay so
             Variable._execution_engine.queue_callback(finish)
         pending.append(average(None, bucket, Exact()).then(step))
         return pending[-1]
