@@ -144,6 +144,16 @@ def test_low_rank_survives_zeros_and_huge_numbers(kind: type[Reducer], dtype: to
         assert (got[:1200].abs().max() > 0) == (size > 0), "a step of zeros must not switch it off"
 
 
+@pytest.mark.parametrize("kind", [laconic.PowerSGD, laconic.AlternatingPowerSGD])
+def test_zeros_in_one_of_two_matrices_of_a_shape_do_not_switch_it_off(kind: type[Reducer]) -> None:
+    """They are worked on together: an expert that saw no token, beside one that did."""
+    memory: Memory = [{}]
+    for step in range(6):
+        one, other = tensors([(40, 30), (40, 30)], step)
+        got = mean(kind(rank=2), [[one, other * (step > 2)]], memory, step)  # type: ignore[call-arg]
+        assert (got[1200:].abs().max() > 0) == (step > 2)
+
+
 @pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
 def test_the_users_random_numbers_are_left_alone(reducer: Reducer) -> None:
     before = torch.get_rng_state()
