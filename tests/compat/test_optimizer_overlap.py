@@ -56,7 +56,7 @@ def everything(model: nn.Module) -> list[Tensor]:
 
 
 def all_but_the_last(model: nn.Module) -> list[Tensor]:
-    return list(model.parameters())[:-1]
+    return everything(model)[:-1]
 
 
 def convolutions_alone(model: nn.Module) -> list[Tensor]:
