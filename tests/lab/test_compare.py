@@ -184,7 +184,7 @@ def test_what_is_in_the_air_is_hidden_by_the_cost_model() -> None:
 def told(**end: Any) -> dict[str, list[dict[str, Any]]]:
     """What workers would tell of 10 steps, of which 5 were timed."""
     look = {"step": 10, "seconds": 0.5, "timed": 5, "loss": float("nan"), "bytes": 1e7, "kernel": None}
-    ended = {"wait_seconds": 0.4, "predicted": 1e7, "wire_bytes": {"AllReduce": 1e6}, "collectives": {"AllReduce": 2.0}}
+    ended = {"wait_seconds": 0.4, "predicted": 2e7, "wire_bytes": {"AllReduce": 1e6}, "collectives": {"AllReduce": 2.0}}
     return {"look": [look], "pace": [], "end": [{**ended, **end}]}
 
 
@@ -192,6 +192,14 @@ def test_waiting_is_of_the_timed_steps_as_the_step_is() -> None:
     made = _record(Comparison("digits", ["ddp()"], steps=10), "ddp()", 0, told(), limited=True)
     assert (made.step_ms, made.wait_ms) == (100, 80)
     assert made.val_loss is None, "it was no number"
+    assert made.wire_bytes_per_step == {"counted": 1e6, "predicted": 2e6, "kernel": None}
+    assert made.predicted_step_ms is None
+    assert made.curve == [[10, 0.5, 1e7, None]]
+    more = told(wait_seconds=None)
+    more["look"][0]["kernel"] = 3e7
+    more["pace"] = [{"rows": [[1, 0]]}, {"rows": [[2, 0], [3, 0]]}]
+    made = _record(Comparison("digits", ["ddp()"], steps=10), "ddp()", 4, more, limited=True)
+    assert (made.seed, made.wire_bytes_per_step["kernel"], made.wait_ms, made.pace) == (4, 3e6, None, [[1, 0], [2, 0], [3, 0]])
 
 
 def test_the_predicted_step_has_the_links_delay() -> None:

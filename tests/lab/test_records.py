@@ -1,15 +1,22 @@
 """results.json: whole or not at all, and read again."""
 
+import io
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from laconic.lab.compare import Comparison, begin, resumed, stopped
+from laconic.lab.compare import Comparison, _explained, begin, compare, resumed, settle_seconds, stopped
+from laconic.lab.link import Link
 from laconic.report import page, records
+from laconic.report.live import Board
 from tests.lab.made import result
 
 
@@ -128,6 +135,71 @@ def test_a_task_that_has_changed_is_not_resumed(tmp_path: Path) -> None:
     task.write_text("x = 2")
     with pytest.raises(ValueError, match=r"mine.py is not what it was when .* was made \(sha256:.*leave --resume away"):
         resumed(begin(comparison), comparison, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"workers": 3}, "digits, 3 workers, link none, 10 steps"),
+        ({"steps": 20}, "digits, 2 workers, link none, 20 steps"),
+        ({"task": "bytes-gpt:1m"}, "bytes-gpt:1m, 2 workers"),
+    ],
+)
+def test_another_comparison_is_not_resumed(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"task": "digits", "strategies": ["ddp()"], "workers": 2, "steps": 10}
+    first = begin(Comparison(**asked))
+    first.runs = result(("ddp()", 1.0, 100, 1000)).runs
+    first.write(tmp_path)
+    other = Comparison(**{**asked, **change})
+    with pytest.raises(ValueError, match="is of digits, 2 workers, link none, 10 steps, and asked is " + said):
+        resumed(begin(other), other, tmp_path)
+
+
+def test_what_is_there_is_not_run_again_and_only_a_new_comparison_moves_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Comparison("digits", ["ddp()", "a()"], 2, steps=10, seeds=(0, 1))
+    assert list(asked.jobs()) == [("ddp()", 0), ("a()", 0), ("ddp()", 1), ("a()", 1)], "seed by seed"
+    jobs: list[tuple[str, int]] = []
+
+    def train(todo: list[tuple[str, int]], *_: object) -> Iterator[records.Record]:
+        jobs.extend(todo)
+        for name, seed in todo:
+            yield replace(result((name, 1.0, 100, 1000)).runs[0], seed=seed)
+
+    monkeypatch.setattr("laconic.lab.compare.train", train)
+    former = result(("old()", 1.0, 100, 1000))
+    former.write(tmp_path)
+    board = Board(Console(file=io.StringIO()), asked.strategies, 10, 2)
+    results = begin(asked)
+    compare(asked, results, tmp_path, board)
+    assert jobs == list(asked.jobs())
+    assert json.loads((tmp_path / "results-1.json").read_text())["runs"][0]["strategy"] == "old()"
+    assert records.read(tmp_path).runs == results.runs
+    jobs.clear()
+    again = replace(results, runs=results.runs[:3])
+    compare(asked, again, tmp_path, board)
+    assert jobs == [("a()", 1)]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["results-1.json", "results.json"]
+    assert len(records.read(tmp_path).runs) == 4
+
+
+def test_of_workers_that_failed_the_one_is_shown_that_failed_by_itself() -> None:
+    lost = {"rank": "0", "text": "CommunicationError: peer", "trace": "lost"}
+    own = {"rank": "1", "text": "KeyError: 'x'", "trace": "its own"}
+    assert _explained("a()", [lost, own], [], 1) == "a(): worker 1 failed:\nits own"
+    assert _explained("a()", [lost], [], 1) == "a(): worker 0 failed:\nlost"
+    killed = ["worker 2 was killed by SIGKILL\n"]
+    assert _explained("a()", [lost], killed, 1) == "a(): worker 2 was killed by SIGKILL"
+    assert "its own" in _explained("a()", [own], killed, 1)
+    assert _explained("a()", [], ["some\n", "words\n"], 3) == "a(): a worker died (exit code 3); the last it said:\nsome\nwords"
+    assert _explained("a()", [], [], 3) == "a(): a worker died (exit code 3) and said nothing"
+
+
+def test_only_what_leaves_exchanges_outstanding_waits_for_a_silent_cable() -> None:
+    slow = Link(10**6, 0.25)
+    assert [settle_seconds(text, slow) for text in ("ddp()", "diloco(8)")] == [0, 0]
+    assert settle_seconds("streaming_diloco(8, fragments=2, delay=2)", slow) == pytest.approx(0.6)
 
 
 def test_what_an_interruption_leaves_is_said_as_it_is() -> None:

@@ -149,6 +149,12 @@ def test_what_came_from_the_user_is_escaped_in_every_place_of_the_page() -> None
     assert "torch &lt;/script&gt;" in own
 
 
+def test_data_that_ends_a_script_or_is_no_number_harms_no_page() -> None:
+    text = page.document("t", "l", [["a"]], "g", {"chart": {"data": ["</script>", math.nan]}}, "n", [])
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    assert json.loads(data, parse_constant=pytest.fail) == {"data": ["</script>", None]}
+
+
 def test_the_time_of_a_step_is_computing_and_then_waiting() -> None:
     made = results()
     made.runs[1].pace = [[999.0, 0.0]] * 5 + [[20.0, None]] * 46 + [[100.0, 30.0], [50.0, 10.0]]

@@ -124,6 +124,29 @@ def test_an_evaluate_that_gives_no_number(tmp_path: Path) -> None:
         tasks.load(str(tmp_path / "mine.py")).evaluate(torch.nn.Linear(1, 1))
 
 
+def test_the_loss_of_a_file_without_evaluate_is_the_mean_over_batches_that_nobody_trains_on(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+def model(): return nn.Linear(1, 1)
+def optimizer(model): return 3
+def batches(rank, world, seed):
+    assert (rank, world) == (0, 1) and seed > 10**6 or seed == 0
+    yield from range(1, 3 if seed == 0 else 100)
+def loss(model, batch): return torch.tensor(float(batch)) + 100 * torch.is_grad_enabled()
+"""
+    (tmp_path / "mine.py").write_text(text)
+    task = tasks.load(str(tmp_path / "mine.py"))
+    model = task.model()
+    assert task.evaluate(model) == 4.5, "of 1 to 8"
+    with pytest.raises(TaskError, match=r"optimizer\(model\) in .*mine.py must return a torch.optim.Optimizer, got int: 3"):
+        task.optimizer(model)
+    batches = task.batches(0, 1, 0)
+    assert [next(batches), next(batches)] == [1, 2]
+    with pytest.raises(TaskError, match=r"batches\(rank, world, seed\) in .*mine.py came to an end; let it go on for ever"):
+        next(batches)
+
+
 def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "laconic_neighbour.py").write_text("def model(): ...\n")

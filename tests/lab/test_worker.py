@@ -20,6 +20,53 @@ def batches(rank, world, seed):
 """
 
 
+WATCHES = """
+import laconic
+SEEDS = []
+def model():
+    SEEDS.append(torch.initial_seed())
+    return nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5))
+def batches(rank, world, seed):
+    assert (rank, world, seed) == (0, 1, 3)
+    while True:
+        yield torch.ones(4, 32)
+def loss(model, batch):
+    assert model.training
+    SEEDS.append(torch.initial_seed())
+    return model(batch).square().mean()
+def evaluate(model):
+    assert not isinstance(model, nn.parallel.DistributedDataParallel)
+    assert SEEDS == [3] + [3000] * (len(SEEDS) - 1), SEEDS
+    return float(model.training) + 2 * torch.is_grad_enabled() + 0.5
+"""
+
+
+def test_looks_are_of_the_model_at_rest_and_seeds_are_the_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "watches.py").write_text(TEMPLATE + WATCHES)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(worker, "TICK_SECONDS", 0.0)
+    job = {"task": str(tmp_path / "watches.py"), "strategy": "diloco(4)", "seed": 3, "steps": 20}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        worker.train({**job, "looks": 8, "warmup": 5, "settle_seconds": 0.0})
+    finally:
+        dist.destroy_process_group()
+    told = [json.loads(line.removeprefix(worker.WORD)) for line in capfd.readouterr().out.split("\n") if line]
+    looks = [facts for facts in told if facts["kind"] == "look"]
+    assert [look["step"] for look in looks] == [8, 10, 12, 15, 18, 20], "those of the warm-up are left out"
+    assert [look["timed"] for look in looks] == [3, 5, 7, 10, 13, 15]
+    assert {look["loss"] for look in looks} == {0.5}
+    seconds = [look["seconds"] for look in looks]
+    assert seconds == sorted(seconds)
+    pace = [row for facts in told if facts["kind"] == "pace" for row in facts["rows"]]
+    assert sum(took for took, _ in pace) / 1e3 <= seconds[-1] + 0.01, "of the timed steps, all of them"
+    assert len(pace) == 15
+    assert [facts["step"] for facts in told if facts["kind"] == "tick"] == list(range(1, 21))
+    assert told[-1]["collectives"] == {"AllReduce": 5 / 20}
+
+
 def test_the_pace_is_of_the_last_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
