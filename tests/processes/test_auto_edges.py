@@ -1,4 +1,4 @@
-"""What `laconic.auto` does with unusual scripts: several optimizers and scalers, checkpoints of other ranks, every kind of end."""
+"""What `laconic.auto` does with unusual scripts: several optimizers, checkpoints of other ranks, every kind of end."""
 
 import copy
 import io
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from laconic import auto
+from laconic.auto_run import AutoRun
 from tests.models import difference, same_bits, weights
 from tests.processes.test_auto import build, installed, step
 from tests.ranks import ranks
@@ -104,7 +105,7 @@ def two_over_the_same(rank: int, loaded: bool) -> None:
             optimizer.load_state_dict(state)
         model(torch.ones(1, 6))
         other = copy.copy(model)  # built before the first one ran, so no constructor has ended that run
-        watcher()._ddps[other] = auto.AutoRun(other)
+        watcher()._ddps[other] = AutoRun(other)
         with pytest.raises(
             RuntimeError, match=r"no optimizer made a step between them: diloco\(period=4\) can be attached to one"
         ):

@@ -284,11 +284,14 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
 
 
 def test_a_script_without_a_ddp_gets_a_sentence(tmp_path: Path) -> None:
-    script = written(tmp_path, "print('done')")
+    left_open = "import gzip; log, packed = open('log.txt', 'w'), gzip.open('log.gz', 'wt'); log.write('a'), packed.write('b')"
+    script = written(tmp_path, f"{left_open}\nprint('done')")
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "int8()"}
     command = [sys.executable, "-m", "laconic.script", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "done\n")
+    assert (tmp_path / "log.txt").read_text() == "a"
+    assert gzip.decompress((tmp_path / "log.gz").read_bytes()) == b"b"
     assert done.stderr.count("never built a DistributedDataParallel") == 1
 
 
