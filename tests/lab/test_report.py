@@ -157,7 +157,8 @@ def test_data_that_ends_a_script_or_is_no_number_harms_no_page() -> None:
 
 def test_the_time_of_a_step_is_computing_and_then_waiting() -> None:
     made = results()
-    made.runs[1].pace = [*[[999.0, 0.0]] * 5, *[[20.0, None]] * 46, [100.0, 30.0], [50.0, 10.0]]
+    before: list[list[float | None]] = [[999.0, 0.0] for _ in range(5)]
+    made.runs[1].pace = [*before, *([20.0, None] for _ in range(46)), [100.0, 30.0], [50.0, 10.0]]
     traces = figures(made)["Where the time goes"]["data"]
     computing, waiting = (trace for trace in traces if trace["legendgroup"] == "diloco(period=4)")
     assert len(computing["x"]) == len(waiting["x"]) == 48, "the last ones"
