@@ -152,6 +152,7 @@ def test_what_came_from_the_user_is_escaped_in_every_place_of_the_page() -> None
 def test_data_that_ends_a_script_or_is_no_number_harms_no_page() -> None:
     text = page.document("t", "l", [["a"]], "g", {"chart": {"data": ["</script>", math.nan]}}, "n", [])
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    assert not set("<>&") & set(data), "nor a comment, nor an entity"
     assert json.loads(data, parse_constant=pytest.fail) == {"data": ["</script>", None]}
 
 
