@@ -52,6 +52,8 @@ def test_fragments_are_balanced_by_bytes_not_by_numbers() -> None:
         "d": torch.empty(4),
     }
     assert fragments(model, 2, "bytes") == [["a"], ["b", "c", "d"]]
+    tail = {name: torch.empty(size) for name, size in (("a", 1), ("b", 1), ("c", 1), ("d", 100))}
+    assert fragments(tail, 3, "bytes") == [["a", "b"], ["c"], ["d"]], "as many as are left to fill the others"
 
 
 @pytest.mark.parametrize(

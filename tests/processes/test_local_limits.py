@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
+from laconic import deltas
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 from tests.ranks import ranks
 
@@ -98,12 +99,17 @@ def test_one_rank_is_the_plain_optimizer(text: str) -> None:
 
 
 def nesterov_by_hand(rank: int) -> None:
-    """What torch's own SGD makes of the mean of the replicas' deltas."""
+    """What torch's own SGD makes of the mean of the replicas' deltas, in many buckets."""
     model = build(chain)
     optimizer = adam(model)
     anchors = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
-    with laconic.attach(model, optimizer, "diloco(3, outer_momentum=0.9)") as run:
+    deltas.BUCKET_BYTES = 1100
+    try:
+        run = laconic.attach(model, optimizer, "diloco(3, outer_momentum=0.9)")
+    finally:
+        deltas.BUCKET_BYTES = 25 << 20
+    with run:
         for step in range(12):
             model(vectors(rank, step)).square().sum().backward()
             if step % 3 == 2:  # the optimizer's step will be followed by a sync: see first where it gets

@@ -395,6 +395,12 @@ def in_a_subgroup(rank: int) -> str:
     with laconic.attach(model, optimizer, "bf16()") as run:
         some_steps(model, optimizer, rank, range(3))
     assert run.stats().rounds == 3
+    for text in ("streaming_diloco(2, fragments=1, delay=1)", "hierarchical_sgd({1: 1, 2: 2})"):  # with groups of their own
+        with laconic.attach(model, optimizer, text):
+            some_steps(model, optimizer, rank, range(4))
+        both = [torch.empty_like(w) for w in 2 * [next(model.parameters()).detach()]]
+        dist.all_gather(both, next(model.parameters()).detach(), group=groups[1])
+        assert torch.equal(*both)
     with pytest.raises(ValueError, match="different things") as caught:
         laconic.attach(model, optimizer, ["bf16()", "ddp()"][rank - 1])
     return str(caught.value)
