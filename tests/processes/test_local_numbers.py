@@ -140,6 +140,7 @@ def groups_of_its_own(rank: int) -> None:
     _, _, run = started("streaming_diloco(4, fragments=1, delay=2)")
     own = run._engine.groups[AIR].process_group
     assert run._engine.local.deltas._group.process_group is own
+    assert run._engine.groups[AIR].worry == run.group.worry != wire._nothing, "waits there look after peers, too"
     assert own in dist.distributed_c10d._world.pg_map
     run.detach()
     assert own not in dist.distributed_c10d._world.pg_map
@@ -185,8 +186,16 @@ def one_process() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def test_each_group_of_parameters_has_its_own_slow_rate() -> None:
-    """With a period of 1, u <- beta u + gradient and x <- x - alpha * rate * u; a parameter that nobody steps stays."""
+LATE = "Averaging(Route(((Every(2), 'world'),)), Deltas(SlowMo(0.5, 0.5), Exact(), delay=1))"
+
+
+@pytest.mark.parametrize(
+    ("text", "period"),
+    [("slowmo(1, beta=0.5, alpha=0.5)", 1), (f"Strategy(Exact(), Route(((Never(), 'world'),)), {LATE})", 2)],
+    ids=["at once", "outstanding for a step"],
+)
+def test_each_group_of_parameters_has_its_own_slow_rate(text: str, period: int) -> None:
+    """With deltas of one step, u <- beta u + gradient and x <- x - alpha * rate * u; a parameter that nobody steps stays."""
     one_process()
     try:
         model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
@@ -194,13 +203,13 @@ def test_each_group_of_parameters_has_its_own_slow_rate() -> None:
         groups = [{"params": [model[place]], "lr": rate} for place, rate in enumerate(rates)]
         optimizers = [torch.optim.SGD(groups[:2]), torch.optim.SGD(groups[2:])]
         wanted, u = [0.0] * 4, 0.0
-        with laconic.attach(model, optimizers, "slowmo(1, beta=0.5, alpha=0.5)"):
+        with laconic.attach(model, optimizers, text):
             for factor in (1.0, 0.5, 0.25):
                 for group, rate in zip([g for o in optimizers for g in o.param_groups], rates, strict=True):
                     group["lr"] = rate * factor
                 for parameter in model:
                     parameter.grad = torch.ones(1)
-                for optimizer in optimizers:
+                for optimizer in optimizers * period:  # a second step is lost, as the delta had left before it
                     optimizer.step()
                 u = 0.5 * u + 1
                 wanted = [x - 0.5 * rate * factor * u for x, rate in zip(wanted, [*rates, 0.0], strict=True)]
