@@ -85,7 +85,7 @@ def still_apart(rank: int) -> None:
     """What is carried on top of the anchor, or blended with it, is each replica's own: a sync has something to do."""
     for how in ("carry=True, blend=0.0", "blend=0.5"):
         model, optimizer, run = started(f"streaming_diloco(3, fragments=1, delay=1, {how}, reducer=Exact())")
-        for _ in range(3):  # the last step is that of a landing
+        for _ in range(3):  # the exchange completes in the last step
             step(model, optimizer, rank + 1)
         assert not everywhere_equal([model.weight]), how
         with run.consensus():
@@ -242,5 +242,7 @@ def test_rounds_of_an_outstanding_exchange_leave_at_fixed_steps(monkeypatch: pyt
     finally:
         dist.destroy_process_group()
     first, *later = [[(now - start, kind) for now, kind in left if start <= now <= start + 6] for start in (2, 10, 18)]
-    assert first == [(0, "AllGather"), (0, "AllReduce"), (6, "AllReduce")], "not known yet: when it is due to land"
+    assert first == [(0, "AllGather"), (0, "AllReduce"), (6, "AllReduce")], (
+        "not known yet: when the exchange has to be complete"
+    )
     assert later == [[(0, "AllGather"), (0, "AllReduce"), (3, "AllReduce")]] * 2
