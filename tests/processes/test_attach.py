@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import laconic
 from laconic.agreement import PeerError, agree
@@ -29,6 +30,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def hooked() -> DistributedDataParallel:
     model = build(chain)
     model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+def mixed() -> DistributedDataParallel:
+    model = build(chain)
+    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
     return model
 
 
@@ -91,6 +98,7 @@ CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]]
     (lambda: (build(chain), sgd(chain())), "ddp()", {}, ValueError, "steps none of the model's parameters"),
     (lambda: ("model", sgd(chain())), "ddp()", {}, TypeError, "model must be a torch.nn.Module, got str"),
     (lambda: pair(hooked), "ddp()", {}, ValueError, "the communication hook allreduce_hook already"),
+    (lambda: pair(mixed), "ddp()", {}, ValueError, "a DDP built with mixed_precision= runs a communication hook of its own"),
     (taken, "ddp()", {}, ValueError, "attached to a run already"),
     (doubled, "ddp()", {}, ValueError, "an optimizer is given twice"),
     (lambda: pair(lambda: nn.Sequential(build(chain))), "silent()", {}, ValueError, "a DistributedDataParallel inside"),

@@ -250,6 +250,8 @@ def on_nodes(rank: int, how: str) -> None:
         text = f"post_local_sgd(2, 3, subgroup={subgroup!r})" if how != "auto" else "post_local_sgd(2, 3)"
         with laconic.attach(model, optimizer, text, mesh=mesh):
             for step in range(8):
+                if step == 3:
+                    assert buffer_after_forward(model, rank) == rank, "no broadcast from one node to another"
                 model(images(rank, step)).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -259,9 +261,21 @@ def on_nodes(rank: int, how: str) -> None:
                     assert len(set(rows)) == 1, (step, rows)
                 else:
                     assert rows[0] == rows[1] != rows[2] == rows[3], (step, rows)
+        assert buffer_after_forward(model, rank) == 0, "a DDP as it was: the first rank's on all"
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def buffer_after_forward(model: DistributedDataParallel, rank: int) -> float:
+    """What is left of a buffer that has this rank's number before an evaluation."""
+    mean: Tensor = model.module.norm.running_mean
+    mean.fill_(rank)
+    model.eval()
+    with torch.no_grad():
+        model(images(rank, 0))
+    model.train()
+    return float(mean[0])
 
 
 @pytest.mark.parametrize("how", ["torchrun", "local world size", "mesh", pytest.param("auto", marks=pytest.mark.soak)])

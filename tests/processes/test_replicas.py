@@ -10,8 +10,9 @@ import laconic
 from laconic.forecast import predict
 from laconic.reducers import discover
 from laconic.reducers.base import Reducer
-from laconic.wire import Ledger, Traffic
+from laconic.wire import AllGather, AllReduce, AllToAll, Ledger, TorchGroup, Traffic, land
 from tests.laws.reducers import EVERY, NAMES, bits, run, tensors
+from tests.laws.test_wire import once
 from tests.models import build, chain, everywhere_equal, vectors, weights
 from tests.ranks import ranks, ranks_within
 
@@ -83,7 +84,6 @@ def test_predicted_bytes_are_counted_bytes(world: int, reducer: Reducer) -> None
 
 def real(rank: int, reducer: Reducer) -> list[torch.Tensor]:
     """The exchange of tests.laws.reducers.run, through real processes."""
-    from laconic.wire import TorchGroup, land
     from tests.laws.reducers import bucket
 
     group, memory = TorchGroup(torch.distributed.group.WORLD), {}  # type: ignore[arg-type, var-annotated]
@@ -107,3 +107,28 @@ def test_simulation_is_bit_equal_to_two_processes(reducer: Reducer) -> None:
         simulated, _ = run(reducer, [tensors(SHAPES, 10 * step + rank) for rank in range(2)], memory, step)
         for rank in range(2):
             assert torch.equal(bits(simulated[rank].mean), bits(by_rank[rank][step]))
+
+
+def real_collectives(rank: int) -> None:
+    """Of every type of number, and of tensors that don't lie in memory as they are seen."""
+    group, ledger = TorchGroup(torch.distributed.group.WORLD), Ledger()  # type: ignore[arg-type]
+    for dtype in (torch.float32, torch.int16, torch.float8_e4m3fn, torch.bool):
+        values = [(torch.arange(6).view(3, 2) % 5 + 8 * one).to(dtype).t() for one in range(2)]
+        gathered = land(once(AllGather, values[rank]), group, ledger)
+        assert gathered.float().tolist() == [value.float().tolist() for value in values]
+        dealt = land(once(AllToAll, values[rank]), group, ledger)
+        assert dealt.float().tolist() == [value.float()[rank].tolist() for value in values]
+        assert gathered.dtype == dealt.dtype == dtype
+    store = torch.distributed.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["the other has waited"])
+    handle = group.launch(AllReduce(torch.full((3,), 1.0 + rank)))
+    if rank == 0:
+        assert not handle.settle(0), "no time is no time, not for ever"
+        store.set("the other has waited", "")
+    assert handle.wait().tolist() == [1.5] * 3
+    assert handle.settle(0)
+
+
+def test_real_collectives_do_what_they_say() -> None:
+    ranks(2, real_collectives)

@@ -93,7 +93,6 @@ def detach(rank: int) -> None:
     some_steps(model, optimizer, rank, range(4))
     run.detach()
     run.detach()
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters()), "nothing watches any more"
     some_steps(model, optimizer, rank, range(4, 8))
     assert run.stats().steps == 4
     assert same_bits(weights(model), plain(rank, 8)), "a detached DDP is a plain one"
