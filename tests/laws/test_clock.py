@@ -137,7 +137,7 @@ def test_what_a_step_through_a_scaler_returns_or_raises_is_the_optimizers() -> N
     parameter, scaler = nn.Parameter(torch.zeros(2)), torch.amp.GradScaler("cpu")
     optimizer = Telling([parameter], lr=0.1)
     clock = Clock([optimizer], scaler, lambda: None)
-    scaler.scale(parameter.sum()).backward()
+    scaler.scale(parameter.sum()).backward()  # type: ignore[no-untyped-call]
     assert scaler.step(optimizer) == 0.5
     scaler.update()
     optimizer.fails = True

@@ -1,6 +1,7 @@
 """The order in which gradients become ready: seen at the first backward that is averaged, and told to a new DDP."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Either(nn.Module):
         return y
 
 
-def built(**options: bool) -> DistributedDataParallel:
+def built(**options: Any) -> DistributedDataParallel:
     module = Either()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["ignored.weight", "ignored.bias"])  # type: ignore[no-untyped-call]
     return DistributedDataParallel(module, bucket_cap_mb=BUCKET_CAP_MB, **options)

@@ -51,6 +51,10 @@ def swap(rank: int) -> None:
         some_steps(model, optimizer, rank, range(5, 10))
         after = run.stats()
         assert after.collectives - before.collectives == 2 * 5 * len(run.layout())
+        each = 5 * len(run.layout())
+        assert after.collectives_by_kind == {"AllReduce": before.collectives, "AllToAll": each, "AllGather": each}
+        assert sum(after.wire_bytes_by_kind.values()) == after.wire_bytes
+        assert after.wire_bytes_by_kind["AllReduce"] == before.wire_bytes
         assert everywhere_equal(weights(model))
         with pytest.raises(ValueError, match="did you mean 'bf16'"):
             run.swap("bf61()")
