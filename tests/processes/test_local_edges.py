@@ -185,18 +185,22 @@ def test_an_optimizer_that_is_ahead_has_drifted() -> None:
     ranks(2, one_ahead)
 
 
-def silent_at_first(rank: int) -> None:
+def silent_at_first(rank: int, steps: int) -> None:
     torch.manual_seed(rank)
     model = chain()
     optimizer = adam(model)
     with laconic.attach(model, optimizer, "silent()") as run:
+        list(go(model, optimizer, rank, range(steps)))
         run.swap("diloco(2)")
+        assert everywhere_equal(weights(model)), "anchors are"
         list(go(model, optimizer, rank, range(2)))
         assert everywhere_equal(weights(model))
 
 
-def test_bare_modules_are_equal_from_the_start() -> None:
-    ranks(2, silent_at_first)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_bare_modules_are_equal_from_the_start(steps: int) -> None:
+    """And where syncs begin after steps that were taken alone."""
+    ranks(2, silent_at_first, steps)
 
 
 def back_to_the_warm_up(rank: int) -> None:
