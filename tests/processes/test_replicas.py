@@ -2,6 +2,7 @@
 
 import random
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def real_collectives(rank: int) -> None:
         assert gathered.dtype == dealt.dtype == dtype
     store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:
-        store.wait(["the other has waited"])
+        store.wait(["the other has waited"], timedelta(seconds=20))
     handle = group.launch(AllReduce(torch.full((3,), 1.0 + rank)))
     if rank == 0:
         assert not handle.settle(0), "no time is no time, not for ever"
