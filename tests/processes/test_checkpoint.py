@@ -147,7 +147,7 @@ def another_model(rank: int, folder: str) -> None:
 def misfits(folder: str) -> None:
     """A layer less, other optimizers over the same model, a scaler that there was not."""
     for make, groups, scaler, said in (
-        (lambda: nn.Sequential(*list(chain())[:-1]), None, None, "'24.weight' is in the checkpoint alone"),
+        (lambda: nn.Sequential(*list(chain().children())[:-1]), None, None, "'24.weight' is in the checkpoint alone"),
         (chain, [(0, 20), (20, 26)], None, "has 1 optimizers, the run 2"),
         (chain, [(0, 25)], None, r"has groups of \[26\] parameters, this one of \[25\]"),
         (chain, None, torch.amp.GradScaler("cpu"), "the checkpoint has no GradScaler, and the run the reverse"),

@@ -124,7 +124,7 @@ class Own(nn.Module):
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own"])  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x) + self.own
+        out: Tensor = self.body(x) * (1 + self.own)
         return out
 
 
@@ -136,7 +136,7 @@ def of_its_own(rank: int, folder: str) -> None:
         for load in (False, True):
             torch.manual_seed(0)
             random.seed(rank)
-            model = nn.parallel.DistributedDataParallel(Own(ignored), broadcast_buffers=False)
+            model = nn.parallel.DistributedDataParallel(Own(ignored), forward_sync_buffers=False)
             optimizer = adamw(model)
             run = laconic.attach(model, optimizer, text)
             if load:

@@ -141,8 +141,8 @@ def test_ranks_that_hold_residuals_and_ranks_that_do_not_go_back_to_one_order_of
 def short(rank: int) -> None:
     model = build(chain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.warns(UserWarning, match=r"powersgd\(warmup=100\) never began: its warm-up of 100 steps lasted for all 3"):  # noqa: SIM117
-        with laconic.attach(model, optimizer, "powersgd(warmup=100)"):
+    with pytest.warns(UserWarning, match=r"powersgd\(warmup=3\) never began: its warm-up of 3 steps lasted for all 3"):  # noqa: SIM117
+        with laconic.attach(model, optimizer, "powersgd(warmup=3)"):
             for step in range(3):
                 model(vectors(rank, step)).square().mean().backward()
                 optimizer.step()

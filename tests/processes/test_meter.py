@@ -179,6 +179,41 @@ def test_layers_are_looked_at_as_seldom_as_was_asked(text: str, every: int, want
     assert [row["step"] for row in runs.read(tmp_path)[0].layers] == wanted
 
 
+def failing(rank: int, folder: str) -> dict[str, Any]:
+    """A step, an error of the user's own, and on from there."""
+    model = build(lambda: chain(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def go(run: laconic.Run) -> None:
+        laconic.Meter(run, folder)
+        model(vectors(rank, run.step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(KeyError), laconic.attach(model, optimizer, "diloco(4)") as run:
+        go(run)
+        state, stats = run.state_dict(), run.stats()
+        raise KeyError("own")
+    (record,) = runs.read(Path(folder))
+    assert record.end is not None
+    assert {"kind": "end", "time": record.end["time"], "failure": "KeyError: 'own'", **vars(stats)} == record.end
+    with laconic.attach(model, optimizer, "diloco(4)") as run:
+        run.load_state_dict(state)
+        go(run)
+    return record.start
+
+
+def test_how_a_run_began_and_why_it_ended(tmp_path: Path) -> None:
+    (start,) = ranks(1, failing, str(tmp_path))
+    numbers = 2 * 17 * 16 + 17 * 3
+    wanted = {"kind": "start", "version": 1, "strategy": "diloco(period=4)", "cycle": 4, "rank": 0, "world": 1, "step": 0}
+    assert start | wanted | {"parameters": numbers, "torch": torch.__version__} == start
+    (record,) = runs.read(tmp_path)
+    assert ([row["step"] for row in record.steps], record.starts) == ([1, 2], 2), "what goes on goes on in the same file"
+    assert record.end is not None
+    assert record.end["failure"] is None
+
+
 def test_a_swap_is_in_the_records(tmp_path: Path) -> None:
     texts = ["ddp()", "local_sgd(3)", "int8()"]
     ranks(2, metered, str(tmp_path), 1, texts)

@@ -58,6 +58,9 @@ def swap(rank: int) -> None:
         assert everywhere_equal(weights(model))
         with pytest.raises(ValueError, match="did you mean 'bf16'"):
             run.swap("bf61()")
+        with pytest.raises(ValueError, match=r"rank 2 has strategy fp16\(\), .* strategy int8\(\)"):
+            run.swap("fp16()" if rank == 2 else "int8()")
+        assert str(run.strategy) == "bf16()", "nothing has changed"
         run.swap("silent")
         some_steps(model, optimizer, rank, range(10, 15))
         assert run.stats().wire_bytes == after.wire_bytes
@@ -293,11 +296,15 @@ def test_a_scaler_that_skips_keeps_the_clocks_together(strategy: str) -> None:
     ranks(2, scaled, strategy)
 
 
-def several(rank: int) -> None:
+def several(rank: int, later: bool) -> None:
     model = build(chain)
     parameters = list(model.parameters())
     optimizers = [torch.optim.SGD(parameters[:4], lr=0.1), torch.optim.Adam(parameters[4:], lr=0.01)]
-    with laconic.attach(model, optimizers, "bf16()") as run:
+    with laconic.attach(model, [*optimizers[: 1 if later else 2]], "bf16()") as run:
+        if later:
+            run.add_optimizer(optimizers[1])
+            with pytest.raises(ValueError, match="attached"):
+                laconic.attach(build(chain), optimizers[1], "bf16()")
         for step in range(4):
             model(vectors(rank, step)).square().mean().backward()
             optimizers[0].step()
@@ -307,8 +314,9 @@ def several(rank: int) -> None:
             model.zero_grad()
 
 
-def test_a_step_is_done_when_every_optimizer_has_made_one() -> None:
-    ranks(2, several)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_is_done_when_every_optimizer_has_made_one(later: bool) -> None:
+    ranks(2, several, later)
 
 
 def alone(rank: int) -> None:
@@ -334,7 +342,7 @@ def quiet(rank: int) -> None:
         warnings.simplefilter("always")
         model = build(chain)
         optimizer = sgd(model)
-        with laconic.attach(model, optimizer, "bf16()"):
+        with laconic.attach(model, optimizer, "bf16(warmup=2)"):
             some_steps(model, optimizer, rank, range(3))
     assert [str(one.message) for one in seen] == []
 
