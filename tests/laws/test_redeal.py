@@ -1,10 +1,15 @@
 """What becomes of several ranks' state in a world of another size."""
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 
 from laconic.checkpoint.redeal import merge
+from laconic.state import VERSION, checked, kept_of, replicated
+from laconic.stats import Counts
+from tests.models import difference
 
 
 def tree(rank: int) -> dict[str, Any]:
@@ -58,3 +63,57 @@ def test_means_of_16_bit_residuals_do_not_overflow_on_the_way() -> None:
     error = merge(trees)["run"]["memory"]["w"]["error"]
     assert error.tolist() == [40_000]
     assert error.dtype is torch.float16
+
+
+def saved() -> dict[str, Any]:
+    """What rank 0 may have saved in mid-period, with a delta outstanding."""
+    slot = {"error": torch.ones(2), "q": torch.ones(1)}
+    deltas = {"anchors": {"w": torch.ones(2)}, "outer": {}, "memory": {"w": slot}, "rounds": 1, "norms": [], "skipped": 0}
+    deltas |= {"clean": True, "air": [{"deltas": {"w": torch.ones(2)}}]}
+    local = {"syncs": 1, "skipped": 0, "last": 2, "rate": None, "drifted": True, "deltas": deltas}
+    state = {"version": VERSION, "rank": 0, "strategy": "diloco()", "step": 3, "ahead": [0], "rounds": 3, "order": ["w"]}
+    state |= {"memory": {"w": dict(slot)}, "local": local, "counts": Counts().state()}
+    return {**state, "kept": kept_of(state["memory"], deltas)}  # type: ignore[arg-type]
+
+
+def read(state: dict[str, Any], rank: int = 0) -> Any:
+    return checked(state, "diloco()", rank, {"w": torch.zeros(2)}, {"w"})
+
+
+def test_a_state_that_has_lost_something_is_refused() -> None:
+    assert read(saved()).step == 3
+    for path in ([], ["local"], ["local", "deltas"]):
+        place: Any = saved()
+        for key in path:
+            place = place[key]
+        for key in place.keys() - {"counts"}:  # states of before had none
+            state = saved()
+            place = state
+            for each in path:
+                place = place[each]
+            del place[key]
+            with pytest.raises(ValueError, match="the state is damaged|version|rank None"):
+                read(state)
+    for lost in (["memory", "w", "error"], ["local", "deltas", "memory", "w", "q"], ["local", "deltas", "air", 0, "deltas", "w"]):
+        state = saved()
+        place = state
+        for key in lost[:-1]:
+            place = place[key]
+        del place[lost[-1]]
+        with pytest.raises(ValueError, match="of 5 tensors that this rank kept, 4 are here"):
+            read(state)
+    wide = saved()
+    wide["local"]["deltas"]["anchors"]["w"] = torch.ones(3)
+    with pytest.raises(ValueError, match=r"'w' needs an anchor of shape \(2,\), and the state has one of shape \(3,\)"):
+        read(wide)
+
+
+def test_of_another_rank_s_state_residuals_are_left_out() -> None:
+    first = saved()
+    kept = copy.deepcopy(first)
+    state = read(replicated(first, 1), rank=1)
+    assert state.memory["w"].keys() == state.local["deltas"]["memory"]["w"].keys() == {"q"}
+    assert state.local["drifted"] is False
+    assert (state.step, state.rounds, state.local["syncs"], state.order) == (3, 3, 1, ["w"])
+    unlike = difference(first, kept)
+    assert unlike is None, unlike
