@@ -94,7 +94,11 @@ def test_a_state_that_has_lost_something_is_refused() -> None:
             del place[key]
             with pytest.raises(ValueError, match="the state is damaged|version|rank None"):
                 read(state)
-    for lost in (["memory", "w", "error"], ["local", "deltas", "memory", "w", "q"], ["local", "deltas", "air", 0, "deltas", "w"]):
+    for lost in (
+        ["memory", "w", "error"],
+        ["local", "deltas", "memory", "w", "q"],
+        ["local", "deltas", "air", 0, "deltas", "w"],
+    ):
         state = saved()
         place = state
         for key in lost[:-1]:
