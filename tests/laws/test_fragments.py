@@ -59,7 +59,7 @@ def test_fragments_are_balanced_by_bytes_not_by_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        # The exchange of fragment f of F completes (f + 1) / F into a period that begins after the warm-up, and leaves `delay` before.
+        # Fragment f of F completes (f + 1) / F into a period, which begins after the warm-up, and leaves `delay` steps before.
         ("streaming_diloco(6, fragments=2, delay=0)", [[3, 9, 15], [6, 12, 18]]),
         ("streaming_diloco(6, fragments=2, delay=2, warmup=4)", [[5, 11, 17], [8, 14, 20]]),
         ("streaming_diloco(6, fragments=2, delay=5, warmup=4)", [[8, 14, 20], [5, 11, 17]]),
