@@ -350,7 +350,8 @@ def elsewhere(rank: int, folder: str, text: str, said: str) -> None:
     ("then", "worlds", "said"),
     [  # three ranks have no blocks of two
         ("hierarchical_sgd({2: 2, 4: 'world'})", (4, 3), re.escape("goes on by ddp(): clock and residuals are taken over")),
-        ("diloco(4)", (2, 2), "not used: the anchors, the outer optimizer's memory"),
+        ("diloco(4, reducer=ErrorFeedback(PowerSGD(1)))", (2, 2), "not used: the anchors, the outer .*'q' of its compressor"),
+        ("powersgd(rank=1, warmup=0)", (2, 2), "not used: 'q' of its compressor"),
     ],
 )
 def test_another_strategy_says_what_it_does_not_use(then: str, worlds: tuple[int, int], said: str, tmp_path: Path) -> None:
