@@ -140,6 +140,8 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
     reducer: Reducer | None = chosen.reducer if chosen.route.at(LATE) is not None else None
     if chosen.averaging is not None:
         reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
+    if chosen.averaging is not None and chosen.averaging.deltas is not None:
+        named = {name: _as_anchor(parameter) for name, parameter in named.items()}
     if reducer is None:
         return dict.fromkeys(named, 0)
     exchanges = Exchanges(reducer)

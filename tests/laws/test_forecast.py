@@ -124,6 +124,19 @@ def test_bytes_by_layer_are_those_of_what_is_sent() -> None:
     assert layer_bytes("silent()", layer, 4) == {"weight": 0, "bias": 0}
 
 
+def test_deltas_of_16_bit_parameters_travel_in_32() -> None:
+    """Their anchors are kept in fp32, and a delta is in the anchor's dtype; gradients and parameters travel as they are."""
+    layer = nn.Linear(100, 100, device="meta", dtype=torch.bfloat16)
+    assert (
+        laconic.predict("diloco(4)", layer, world_size=2).wire_bytes
+        == 40_400
+        == sum(layer_bytes("diloco(4)", layer, 2).values())
+    )
+    for text in ("ddp()", "local_sgd(4)"):
+        assert laconic.predict(text, layer, world_size=2).wire_bytes == 20_200
+    assert layer_bytes("ddp()", layer, 2) == {"weight": 20_000, "bias": 200}
+
+
 @pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
 def test_one_exchange_stands_for_all_that_are_alike(reducer: Reducer) -> None:
     shared, draw = Exchanges(reducer), Random(0)

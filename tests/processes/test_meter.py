@@ -330,6 +330,12 @@ def test_half_a_line_of_a_killed_run_and_old_ranks_do_no_harm(tmp_path: Path) ->
         sink.write(start_row(rank, 2))
         sink.close()
     assert len(runs.read(tmp_path)) == 2
+    for world in (3, 1):  # which goes on with three, and then with one
+        for rank in range(world):
+            sink = JsonLines(tmp_path / f"rank-{rank}.jsonl", anew=False)
+            sink.write(start_row(rank, world))
+            sink.close()
+        assert [record.rank for record in runs.read(tmp_path)] == list(range(world))
 
 
 def test_what_is_not_finite_is_null_and_shown(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ class RankRecord:
     layers: list[dict[str, Any]] = field(default_factory=list)
     end: dict[str, Any] | None = None
     starts: int = 1  # more than one: it was started again, and went on
+    world: int = 1  # ranks, as of the last start
     cycle: int = 1  # steps after which the strategy does the same again, as of the last start or swap
     strategies: list[str] = field(default_factory=list)  # one after another
     before: int = 0  # steps that were made by those before the last
@@ -65,8 +66,8 @@ def read(folder: Path) -> list[RankRecord]:
     if not files:
         raise ValueError(f"{folder} has no rank-0.jsonl; is it the folder that a run is recorded in?")
     records = [record for file in files if (record := _rank(file)) is not None]
-    # A run on more ranks may have been recorded here before.
-    return [record for record in records if record.rank < records[0].start["world"]]
+    # A run on more ranks may have been recorded here before, or this one itself before it went on with fewer.
+    return [record for record in records if record.rank < records[0].world]
 
 
 def worst(record: RankRecord, count: int) -> list[tuple[str, float | None]]:
@@ -94,6 +95,7 @@ def _rank(file: Path) -> RankRecord | None:
                 record = RankRecord(row)
             else:
                 record.starts, record.end = record.starts + 1, None
+            record.world = int(row["world"])
             record.goes_by(row)
         elif record is None:
             raise ValueError(f"{file} doesn't begin with a start")
