@@ -37,7 +37,8 @@ class Clock:
         """Count this one's steps, too."""
         parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         first = next((self._owner[one] for one in parameters if one in self._owner), id(optimizer))
-        left = {owner for one, owner in self._owner.items() if one not in set(parameters)}
+        mine = set(parameters)
+        left = {owner for one, owner in self._owner.items() if one not in mine}
         for covered in set(self._ahead) - left - {first}:  # nobody has to step these any more
             del self._ahead[covered]
             self._kin = {one: first if kin == covered else kin for one, kin in self._kin.items()}
