@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from benchmarks.harness import Ratio, Timing, interleave, limit_loopback, on_private_link, peak_extra_bytes, ratio, report
-from laconic.averaging import ParameterAverager
-from laconic.wire import Ledger, TorchGroup
-from tests.ranks import last_ranks, ranks_within
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.local.parameters import ParameterAverager
+from tests.live import last_ranks, ranks_within
 
 WORLD, REPEATS, RATES_MBIT = 2, 12, [0, 1000]
 

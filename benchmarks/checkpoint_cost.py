@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from benchmarks.harness import report
-from tests.ranks import ranks_within
+from tests.live import ranks_within
 
 WORLD, REPEATS, STEPS, WIDTH, LAYERS = 2, 6, 12, 1024, 12
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import Ratio, Timing, interleave, ratio, report, stepper
-from tests.ranks import ranks_within
+from tests.live import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
 LIBRARIES = {"torch": "torch.distributed.algorithms", "laconic": "laconic.compat"}

@@ -13,10 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import laconic
 from benchmarks.harness import Ratio, Timing, interleave, peak_extra_bytes, ratio, report
-from laconic.bucket import Bucket, Slot, flatten
+from laconic.comm.bucket import Bucket, Slot
+from laconic.comm.exchange import complete
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
-from laconic.wire import Ledger, TorchGroup, land
-from tests.ranks import last_ranks, ranks_within
+from tests.live import last_ranks, ranks_within
 
 SHAPES = [(768, 768), (768,)] * 4 + [(3072, 768), (3072,), (768,)]  # one transformer block, 4.7 million numbers
 RANKS, REPEATS = [1, 2, 4, 8, 32], 40
@@ -80,7 +83,7 @@ def ours(reducer: Reducer, source: Tensor) -> Callable[[], None]:
     slots: list[Slot] = [{} for _ in SHAPES]
 
     def run() -> None:
-        land(reducer.reduce(Bucket(flat, views, names, slots, group.rank, group.world)), group, ledger).finish()
+        complete(reducer.reduce(Bucket(flat, views, names, slots, group.rank, group.world)), group, ledger).finish()
 
     run.prepare = lambda: flat.copy_(source)  # type: ignore[attr-defined]
     return run

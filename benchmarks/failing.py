@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness import report
-from tests.ranks import ranks_within
+from tests.live import ranks_within
 
 STEPS = 6
 HOOKS: dict[str, tuple[int, Callable[[], tuple[Any, Any]]]] = {  # with the megabytes of a bucket

@@ -9,11 +9,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from benchmarks.harness import Ratio, report
-from laconic.bucket import Bucket, Slot, flatten
-from laconic.dryrun import predict, simulate
+from laconic.comm.bucket import Bucket, Slot
+from laconic.comm.collectives import Traffic
+from laconic.comm.dryrun import predict, simulate
+from laconic.comm.exchange import complete
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
-from laconic.wire import Ledger, TorchGroup, Traffic, land
-from tests.ranks import last_ranks, ranks
+from tests.live import last_ranks, ranks
 
 SHAPES = [(128, 384), (384,), (128, 128), (128,)]  # the attention of a small transformer
 REDUCERS: dict[str, Reducer] = {
@@ -40,7 +44,7 @@ def exchanged(rank: int, name: str) -> Traffic:
     """What one rank sent, in real processes."""
     assert dist.group.WORLD is not None
     group, ledger = TorchGroup(dist.group.WORLD), Ledger()
-    land(REDUCERS[name].reduce(bucket(rank, group.world)), group, ledger).finish()
+    complete(REDUCERS[name].reduce(bucket(rank, group.world)), group, ledger).finish()
     return ledger.total
 
 

@@ -5,7 +5,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import laconic
 from benchmarks.harness import Timing, interleave, ratio, relative, report, stack, stepper
-from tests.ranks import ranks_within
+from tests.live import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
 

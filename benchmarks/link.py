@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from benchmarks.harness import report
+from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
+from laconic.comm.group import TorchGroup
 from laconic.lab.link import Link, sent_bytes, start
 from laconic.lab.tasks import BytesGPT
-from laconic.wire import AllGather, AllReduce, AllToAll, Collective, TorchGroup, traffic
 
 HOSTS, RATE = 4, 100_000_000
 SIZES = [16 << 10, 128 << 10, 1 << 20, 4 << 20]  # wire bytes, about
@@ -49,7 +50,7 @@ def collectives() -> list[dict[str, Any]]:
             dist.barrier()  # a rank may have all it waits for, and be sending still
             time.sleep(0.2)
             kernel = (sent_bytes() or 0) - before
-            counted = traffic(make(size), HOSTS).wire_bytes * repeats
+            counted = make(size).traffic(HOSTS).wire_bytes * repeats
             paid = max(counted - 256 * 1024, counted // 8)  # the first 256 KB are in the bucket already
             found.append(
                 {

@@ -8,7 +8,8 @@ import torch
 
 import laconic
 from benchmarks.harness import median_error, report, stack, stepper
-from tests.ranks import ranks_within
+from laconic.run.run import engine_of
+from tests.live import ranks_within
 
 LAYERS, WIDTH, BATCH, BLOCK, ROUNDS, EVERY = 8, 512, 64, 20, 50, 100
 STRATEGIES = {"ddp()": BLOCK, "int8()": BLOCK, f"diloco({BLOCK})": 1}  # and the exchanges of a block that can be looked into
@@ -42,15 +43,15 @@ def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], 
     for round_ in range(ROUNDS):
         names = list(seconds)[round_ % 3 :] + list(seconds)[: round_ % 3]
         for name in names:
-            run._engine.observers[:] = [] if name == "off" else [meter]
-            run._engine.probe.watching, run._engine.probe.looking = name != "off", name == "looking"
+            engine_of(run).observers[:] = [] if name == "off" else [meter]
+            engine_of(run).probe.watching, engine_of(run).probe.looking = name != "off", name == "looking"
             meter.meter._every = int(name == "looking")
             meter.seconds = 0.0
             start = time.perf_counter()
             block()
             seconds[name].append(time.perf_counter() - start)
             own += meter.seconds if name == "on" else 0.0
-    run._engine.observers[:] = [meter]
+    engine_of(run).observers[:] = [meter]
     run.detach()
     return seconds, own / (ROUNDS * BLOCK)
 

@@ -10,8 +10,8 @@ import torch
 
 import laconic
 from benchmarks.harness import Timing, interleave, limit_loopback, on_private_link, relative, report, stack, stepper
-from laconic.dispatch import Dispatcher
-from tests.ranks import ranks_within
+from laconic.gradients.dispatcher import Dispatcher
+from tests.live import ranks_within
 
 DEPTHS = {"1 later": 1, "2 later": 2, "4 later": 4, "at the end": 10_000}
 LINKS_MBIT = [4000, 1500, 500]

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 import laconic
 from benchmarks.harness import report
-from laconic.bucket import Bucket, Slot, flatten
-from laconic.composition import render
-from laconic.dryrun import simulate
+from laconic.comm.bucket import Bucket, Slot
+from laconic.comm.dryrun import simulate
+from laconic.comm.ledger import Ledger
+from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
-from laconic.wire import Ledger
+from laconic.strategies.strategy import render
 
 WORKERS, BATCH, STEPS, SEEDS = 8, 16, 300, 5
 LOSSY: list[Reducer] = [

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.run.run import engine_of
+
 BUCKET_CAP_MB = 0.001  # some hundred numbers a bucket: small models, many buckets
 
 
@@ -70,8 +72,8 @@ def everything(model: nn.Module, optimizers: list[Any], run: Any) -> dict[str, A
     But for what it has cost: seconds are never alike, and a resumed run sends again what was outstanding.
     """
     state = {"model": dict(model.state_dict()), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    own = {key: value for key, value in run.state_dict().items() if key != "counts"}
-    return copy.deepcopy({**state, "scaler": run.scaler and run.scaler.state_dict(), "run": own})
+    own, scaler = {key: value for key, value in run.state_dict().items() if key != "counts"}, engine_of(run).scaler
+    return copy.deepcopy({**state, "scaler": scaler and scaler.state_dict(), "run": own})
 
 
 def difference(left: Any, right: Any, where: str = "state") -> str | None:

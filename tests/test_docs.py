@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import laconic
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

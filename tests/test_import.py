@@ -11,7 +11,7 @@ import pytest
 
 import laconic
 from laconic.cli import EXTRA
-from tests.lab.made import result
+from tests.report.made import result
 
 
 def test_importing_laconic_does_not_import_torch() -> None:

@@ -1,4 +1,4 @@
-"""laconic: PyTorch data-parallel training that talks less.
+"""laconic: PyTorch data-parallel training that communicates less.
 
 Importing this package imports nothing else: each name brings its module when it is first used.
 """
@@ -11,40 +11,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
-    from laconic.agreement import PeerError as PeerError
-    from laconic.agreement import UnevenError as UnevenError
-    from laconic.bucket import Bucket as Bucket
-    from laconic.bucket import Slot as Slot
-    from laconic.composition import Averaging as Averaging
-    from laconic.composition import Deltas as Deltas
-    from laconic.composition import Strategy as Strategy
-    from laconic.dryrun import simulate as simulate
+    from laconic.comm.bucket import Bucket as Bucket
+    from laconic.comm.bucket import Slot as Slot
+    from laconic.comm.collectives import AllGather as AllGather
+    from laconic.comm.collectives import AllReduce as AllReduce
+    from laconic.comm.collectives import AllToAll as AllToAll
+    from laconic.comm.collectives import Collective as Collective
+    from laconic.comm.collectives import Traffic as Traffic
+    from laconic.comm.dryrun import simulate as simulate
+    from laconic.comm.exchange import Exchange as Exchange
+    from laconic.comm.exchange import Reduced as Reduced
+    from laconic.comm.group import CommunicationError as CommunicationError
     from laconic.forecast import Forecast as Forecast
     from laconic.forecast import predict as predict
     from laconic.meter import Meter as Meter
-    from laconic.naming import register as register
-    from laconic.outer import Adopt as Adopt
-    from laconic.outer import Nesterov as Nesterov
-    from laconic.outer import Outer as Outer
-    from laconic.outer import SlowMo as SlowMo
-    from laconic.recipes import bf16 as bf16
-    from laconic.recipes import ddp as ddp
-    from laconic.recipes import diloco as diloco
-    from laconic.recipes import fp8 as fp8
-    from laconic.recipes import fp16 as fp16
-    from laconic.recipes import hierarchical_sgd as hierarchical_sgd
-    from laconic.recipes import int4 as int4
-    from laconic.recipes import int8 as int8
-    from laconic.recipes import local_sgd as local_sgd
-    from laconic.recipes import post_local_sgd as post_local_sgd
-    from laconic.recipes import powersgd as powersgd
-    from laconic.recipes import randomk as randomk
-    from laconic.recipes import sign as sign
-    from laconic.recipes import silent as silent
-    from laconic.recipes import slowmo as slowmo
-    from laconic.recipes import sparseloco as sparseloco
-    from laconic.recipes import streaming_diloco as streaming_diloco
-    from laconic.recipes import topk as topk
+    from laconic.ranks.agreement import PeerError as PeerError
+    from laconic.ranks.presence import UnevenError as UnevenError
+    from laconic.ranks.replicas import ReplicaError as ReplicaError
     from laconic.reducers.alternating import AlternatingPowerSGD as AlternatingPowerSGD
     from laconic.reducers.base import Reducer as Reducer
     from laconic.reducers.batched_powersgd import BatchedPowerSGD as BatchedPowerSGD
@@ -59,55 +42,57 @@ if TYPE_CHECKING:
     from laconic.reducers.sign import Sign as Sign
     from laconic.reducers.topk import TopK as TopK
     from laconic.reducers.warmup import Warmup as Warmup
-    from laconic.replicas import ReplicaError as ReplicaError
-    from laconic.routes import Route as Route
-    from laconic.run import Run as Run
-    from laconic.run import attach as attach
-    from laconic.run import check_replicas as check_replicas
-    from laconic.schedules import QSR as QSR
-    from laconic.schedules import Every as Every
-    from laconic.schedules import Never as Never
-    from laconic.spec import strategy as strategy
-    from laconic.stats import Stats as Stats
-    from laconic.wire import AllGather as AllGather
-    from laconic.wire import AllReduce as AllReduce
-    from laconic.wire import AllToAll as AllToAll
-    from laconic.wire import CommunicationError as CommunicationError
-    from laconic.wire import Exchange as Exchange
-    from laconic.wire import Reduced as Reduced
-    from laconic.wire import Traffic as Traffic
+    from laconic.run.attach import attach as attach
+    from laconic.run.attach import check_replicas as check_replicas
+    from laconic.run.run import Run as Run
+    from laconic.run.stats import Stats as Stats
+    from laconic.strategies.gradient_recipes import bf16 as bf16
+    from laconic.strategies.gradient_recipes import ddp as ddp
+    from laconic.strategies.gradient_recipes import fp8 as fp8
+    from laconic.strategies.gradient_recipes import fp16 as fp16
+    from laconic.strategies.gradient_recipes import int4 as int4
+    from laconic.strategies.gradient_recipes import int8 as int8
+    from laconic.strategies.gradient_recipes import powersgd as powersgd
+    from laconic.strategies.gradient_recipes import randomk as randomk
+    from laconic.strategies.gradient_recipes import sign as sign
+    from laconic.strategies.gradient_recipes import silent as silent
+    from laconic.strategies.gradient_recipes import topk as topk
+    from laconic.strategies.local_recipes import diloco as diloco
+    from laconic.strategies.local_recipes import hierarchical_sgd as hierarchical_sgd
+    from laconic.strategies.local_recipes import local_sgd as local_sgd
+    from laconic.strategies.local_recipes import post_local_sgd as post_local_sgd
+    from laconic.strategies.local_recipes import slowmo as slowmo
+    from laconic.strategies.local_recipes import sparseloco as sparseloco
+    from laconic.strategies.local_recipes import streaming_diloco as streaming_diloco
+    from laconic.strategies.naming import register as register
+    from laconic.strategies.outer import Adopt as Adopt
+    from laconic.strategies.outer import Nesterov as Nesterov
+    from laconic.strategies.outer import Outer as Outer
+    from laconic.strategies.outer import OuterOptimizer as OuterOptimizer
+    from laconic.strategies.outer import SlowMo as SlowMo
+    from laconic.strategies.reading import strategy as strategy
+    from laconic.strategies.routes import Route as Route
+    from laconic.strategies.schedules import QSR as QSR
+    from laconic.strategies.schedules import Every as Every
+    from laconic.strategies.schedules import Never as Never
+    from laconic.strategies.schedules import Schedule as Schedule
+    from laconic.strategies.strategy import Averaging as Averaging
+    from laconic.strategies.strategy import Deltas as Deltas
+    from laconic.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "agreement": ["PeerError", "UnevenError"],
-    "bucket": ["Bucket", "Slot"],
-    "dryrun": ["simulate"],
+    "comm.bucket": ["Bucket", "Slot"],
+    "comm.collectives": ["AllGather", "AllReduce", "AllToAll", "Collective", "Traffic"],
+    "comm.dryrun": ["simulate"],
+    "comm.exchange": ["Exchange", "Reduced"],
+    "comm.group": ["CommunicationError"],
     "forecast": ["Forecast", "predict"],
-    "composition": ["Averaging", "Deltas", "Strategy"],
     "meter": ["Meter"],
-    "naming": ["register"],
-    "outer": ["Adopt", "Nesterov", "Outer", "SlowMo"],
-    "recipes": [
-        "bf16",
-        "ddp",
-        "diloco",
-        "fp16",
-        "fp8",
-        "hierarchical_sgd",
-        "int4",
-        "int8",
-        "local_sgd",
-        "post_local_sgd",
-        "powersgd",
-        "randomk",
-        "sign",
-        "silent",
-        "slowmo",
-        "sparseloco",
-        "streaming_diloco",
-        "topk",
-    ],
+    "ranks.agreement": ["PeerError"],
+    "ranks.presence": ["UnevenError"],
+    "ranks.replicas": ["ReplicaError"],
     "reducers.alternating": ["AlternatingPowerSGD"],
     "reducers.base": ["Reducer"],
     "reducers.batched_powersgd": ["BatchedPowerSGD"],
@@ -121,13 +106,37 @@ _HOME = {
     "reducers.sign": ["Sign"],
     "reducers.topk": ["TopK"],
     "reducers.warmup": ["Warmup"],
-    "replicas": ["ReplicaError"],
-    "routes": ["Route"],
-    "run": ["Run", "attach", "check_replicas"],
-    "schedules": ["Every", "Never", "QSR"],
-    "spec": ["strategy"],
-    "stats": ["Stats"],
-    "wire": ["AllGather", "AllReduce", "AllToAll", "CommunicationError", "Exchange", "Reduced", "Traffic"],
+    "run.attach": ["attach", "check_replicas"],
+    "run.run": ["Run"],
+    "run.stats": ["Stats"],
+    "strategies.gradient_recipes": [
+        "bf16",
+        "ddp",
+        "fp16",
+        "fp8",
+        "int4",
+        "int8",
+        "powersgd",
+        "randomk",
+        "sign",
+        "silent",
+        "topk",
+    ],
+    "strategies.local_recipes": [
+        "diloco",
+        "hierarchical_sgd",
+        "local_sgd",
+        "post_local_sgd",
+        "slowmo",
+        "sparseloco",
+        "streaming_diloco",
+    ],
+    "strategies.naming": ["register"],
+    "strategies.outer": ["Adopt", "Nesterov", "Outer", "OuterOptimizer", "SlowMo"],
+    "strategies.reading": ["strategy"],
+    "strategies.routes": ["Route"],
+    "strategies.schedules": ["Every", "Never", "QSR", "Schedule"],
+    "strategies.strategy": ["Averaging", "Deltas", "Strategy"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
@@ -151,6 +160,6 @@ def __dir__() -> list[str]:
 
 
 if "LACONIC_STRATEGY" in os.environ:
-    from laconic.variable import explain_unread as _explain_unread
+    from laconic.run.environment import explain_unread as _explain_unread
 
     atexit.register(_explain_unread)  # whether `import laconic.auto` follows is not known before

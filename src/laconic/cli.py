@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from laconic.variable import expect_no_effect
+from laconic.run.environment import expect_no_effect
 
 EXTRA = {"numpy", "plotly", "pyroute2", "rich", "sklearn", "typer"}  # the modules of the extra `lab`, in pyproject.toml
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 expect_no_effect()  # of LACONIC_STRATEGY: no script is trained in this process
 
 app = typer.Typer(
-    help="PyTorch data-parallel training that talks less: which strategy, for your model, over your link?",
+    help="PyTorch data-parallel training that communicates less: which strategy, for your model, over your link?",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 
-HANDFUL = [
+DEFAULT_STRATEGIES = [
     "ddp()",
     "bf16()",
     "int8()",
@@ -69,7 +69,7 @@ def compare(
 
     console = _console()
     try:
-        _compare(console, task, strategy or HANDFUL, workers, link, steps, seeds, out, resume)
+        _compare(console, task, strategy or DEFAULT_STRATEGIES, workers, link, steps, seeds, out, resume)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (ValueError, TypeError, RuntimeError, OSError) as error:
@@ -152,13 +152,18 @@ def run_(
 
     laconic run -s "int8()" --nproc-per-node 4 train.py --epochs 3
     """
+    from functools import partial
+
     from laconic.lab.link import parse
-    from laconic.launch import launch
+    from laconic.lab.rehearsal import rehearse
+    from laconic.script.launch import launch
 
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
     try:
-        code = launch(strategy, context.args, parse(link), record, tensorboard=tensorboard)
+        cable = parse(link)
+        rehearsal = None if cable.bits_per_second is None else partial(rehearse, link=cable)
+        code = launch(strategy, context.args, record, tensorboard=tensorboard, rehearsal=rehearsal)
     except (ValueError, TypeError) as error:
         _fail(error)
     except KeyboardInterrupt:

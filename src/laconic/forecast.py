@@ -1,30 +1,33 @@
 """What a strategy will send, before anything runs."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic import dryrun
-from laconic.averaging import chunks, mean
-from laconic.bucket import Bucket, pack, unflatten
-from laconic.composition import Averaging, Strategy
-from laconic.deltas import BUCKET_BYTES
-from laconic.fragments import fragments, launches
+from laconic._torch.ddp import bucket_assignment
+from laconic.comm import dryrun
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllGather, Traffic
+from laconic.comm.exchange import Rounds
+from laconic.comm.scopes import AUTO, Scope
+from laconic.comm.tensors import unflatten
+from laconic.local.agenda import Agenda
+from laconic.local.anchors import anchor_dtype
+from laconic.local.fragments import buckets as fragment_buckets
+from laconic.local.fragments import fragments
+from laconic.local.parameters import chunks, mean
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
-from laconic.reducers.warmup import Warmup
-from laconic.routes import AUTO, Scope
-from laconic.schedules import Schedule
-from laconic.spec import strategy as read
-from laconic.wire import AllGather, Rounds, Traffic
+from laconic.strategies.reading import strategy as read
+from laconic.strategies.strategy import Averaging, Strategy
 
 FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
-LATE = 1 << 40  # a step by which every warm-up is over
+AFTER_WARMUP = 1 << 40  # a step by which every warm-up is over
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -75,7 +78,7 @@ def predict(
     *,
     world_size: int,
     buckets: Sequence[Sequence[str]] | None = None,
-    step: int = LATE,
+    step: int = AFTER_WARMUP,
     steps: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Forecast:
@@ -113,7 +116,7 @@ def predict(
     known = {"node": world_size, AUTO: 1, "world": world_size, **(sizes or {})}
     if sizes and "node" in sizes:
         known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
-    between = _Between(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
+    between = _BetweenSteps(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
     gradients = Exchanges(chosen.reducer)
     total = Traffic()
     for now in range(step, step + count):
@@ -123,7 +126,7 @@ def predict(
             for names in groups:
                 total += gradients.cost({name: named[name] for name in names}, size, now, now)
         if between is not None:
-            total += between.after(now)
+            total += between.after(now + 1)
     return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
 
 
@@ -137,7 +140,7 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
     chosen = read(strategy)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    reducer: Reducer | None = chosen.reducer if chosen.route.at(LATE) is not None else None
+    reducer: Reducer | None = chosen.reducer if chosen.route.at(AFTER_WARMUP) is not None else None
     if chosen.averaging is not None:
         reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
     if chosen.averaging is not None and chosen.averaging.deltas is not None:
@@ -145,51 +148,43 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
     if reducer is None:
         return dict.fromkeys(named, 0)
     exchanges = Exchanges(reducer)
-    return {name: exchanges.cost({name: named[name]}, world_size, LATE, LATE).wire_bytes for name in named}
+    return {name: exchanges.cost({name: named[name]}, world_size, AFTER_WARMUP, AFTER_WARMUP).wire_bytes for name in named}
 
 
 def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
     """The buckets that DDP settles on when gradients become ready from the last parameter to the first."""
     names = list(named)[::-1]
     limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
-    groups, _ = dist._compute_bucket_assignment_by_size([named[name] for name in names], limits)
-    return [[names[index] for index in group] for group in groups]
-
-
-def warmups(reducer: Reducer) -> list[int]:
-    """At which steps a reducer, or one that it is made of, begins to send something else."""
-    assert is_dataclass(reducer), "a reducer is a frozen dataclass"
-    inner = [getattr(reducer, part.name) for part in fields(reducer)]
-    own = [reducer.start] if isinstance(reducer, Warmup) else []
-    return own + [end for part in inner if isinstance(part, Reducer) for end in warmups(part)]
+    return [[names[index] for index in group] for group in bucket_assignment([named[name] for name in names], limits)]
 
 
 class Exchanges:
     """What exchanges by one reducer cost; worked out once for all that are alike.
 
-    Bytes depend on the bucket's shapes and dtype, on the world, on which warm-ups are over, and on the parity of the round
-    where a reducer alternates: on nothing else. A model repeats its layers, so few exchanges stand for many.
+    Bytes depend on the bucket's shapes and dtype, on the world, on which warm-ups are over, and on the place in its cycle
+    where a reducer takes turns: on nothing else. A model repeats its layers, so few exchanges stand for many.
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._ends = reducer, warmups(reducer)
+        self._reducer, self._starts = reducer, reducer.starts
+        self._cycle = math.lcm(reducer.cycle, *(part.cycle for part in _all_parts(reducer)))
         self._known: dict[tuple[object, ...], Traffic] = {}
 
     def cost(self, parameters: Mapping[str, Tensor], world: int, step: int, number: int) -> Traffic:
-        """Of one bucket, in the step after `step` completed ones, as the round of this number."""
+        """Of one bucket, in the step after `step` completed ones, as the exchange of this number."""
         names, like = list(parameters), list(parameters.values())
         shapes = tuple((tensor.shape, tensor.stride()) for tensor in like)
-        key = (shapes, like[0].dtype, world, number % 2, *(step >= end for end in self._ends))
+        key = (shapes, like[0].dtype, world, number % self._cycle, *(step >= start for start in self._starts))
         if key not in self._known:
             flat = _meta(sum(tensor.numel() for tensor in like), like[0].dtype)
             views, slots = unflatten(flat, like), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
-            bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, round=number)
+            bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, exchanges=number)
             self._known[key] = dryrun.predict(self._reducer.reduce(bucket), world)
         return self._known[key]
 
 
-class _Between:
-    """What is sent between steps, as `LocalUpdates` does it."""
+class _BetweenSteps:
+    """What is sent between steps: by the agenda that a run goes by, in the buckets and chunks that it sends."""
 
     def __init__(
         self,
@@ -200,37 +195,34 @@ class _Between:
         step: int,
     ) -> None:
         self._averaging, self._named, self._buffers, self._sizes = averaging, named, buffers, sizes
-        self._last = step if step > averaging.start else 0
-        self._rounds = 0
-        self._schedules: list[Schedule] = []
+        self._agenda = Agenda(averaging, step if step > averaging.start else 0)
+        self._syncs = 0
         self._means: dict[tuple[bool, int], Traffic] = {}  # of buffers or parameters, by the number of ranks
         if averaging.deltas is not None:
             self._deltas = Exchanges(averaging.deltas.reducer)
-            self._schedules = [*launches(averaging)] if averaging.every else [averaging.route.legs[0][0]]
             self._fragments = fragments(named, averaging.deltas.fragments, averaging.deltas.order)
 
     def after(self, step: int) -> Traffic:
-        """Sent after the step that follows `step` completed ones."""
-        total, averaging = Traffic(), self._averaging
-        if averaging.deltas is None:
-            scope = averaging.route.at(step, self._last)
-            size = _size(scope, self._sizes)
-            if scope is None or (size == 1 and scope != "world"):
-                return total
-            self._last = step + 1
+        """Sent after `step` completed steps."""
+        scope = self._agenda.scope(step)
+        size = _size(scope, self._sizes)
+        if scope is not None and (size > 1 or scope == "world"):
+            self._agenda.synced(step, None)
             return self._mean(size) + self._of_buffers(size)
-        world = self._sizes["world"]
-        for number, schedule in enumerate(self._schedules):
-            if not schedule.due(step, self._last) or step < averaging.start:
-                continue
-            like = {name: _as_anchor(self._named[name]) for name in self._fragments[number]}
-            names = list(like)
-            for run in pack([self._named[name] for name in names], BUCKET_BYTES):
-                bucket = {names[place]: like[names[place]] for place in run}
-                total += self._deltas.cost(bucket, world, step + 1, self._rounds)
-            if number == len(self._schedules) - 1:
-                self._last, self._rounds = step + 1, self._rounds + 1
-                total += self._of_buffers(world)
+        total = Traffic()
+        for fragment in self._agenda.departures(step):
+            total += self._of_fragment(fragment, step)
+            if fragment == self._agenda.last_fragment:
+                self._agenda.synced(step, None)
+                self._syncs += 1
+                total += self._of_buffers(self._sizes["world"])
+        return total
+
+    def _of_fragment(self, fragment: int, step: int) -> Traffic:
+        total = Traffic()
+        for names in fragment_buckets(self._named, self._fragments[fragment]):
+            bucket = {name: _as_anchor(self._named[name]) for name in names}
+            total += self._deltas.cost(bucket, self._sizes["world"], step, self._syncs)
         return total
 
     def _mean(self, size: int, *, buffers: bool = False) -> Traffic:
@@ -247,6 +239,10 @@ class _Between:
                 gathers = [dryrun.predict(_gather(torch.cat(list(chunk))), size) for chunk in chunks(flats)]
                 return sum(gathers, Traffic())
         return Traffic()
+
+
+def _all_parts(reducer: Reducer) -> list[Reducer]:
+    return [found for part in reducer.parts() for found in (part, *_all_parts(part))]
 
 
 def _size(scope: Scope | None, sizes: Mapping[str, int]) -> int:
@@ -272,7 +268,7 @@ def _gather(flat: Tensor) -> Rounds[None]:
 
 
 def _as_anchor(parameter: Tensor) -> Tensor:
-    return _meta(parameter.numel(), parameter.dtype if parameter.dtype.itemsize >= 4 else torch.float32).view(parameter.shape)
+    return _meta(parameter.numel(), anchor_dtype(parameter.dtype)).view(parameter.shape)
 
 
 def _meta(count: int, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from laconic.forecast import layer_bytes
-from laconic.run import Run
-from laconic.stats import Stats
+from laconic.run.run import Run, engine_of
+from laconic.run.stats import Stats
 
 VERSION = 1
 FLUSH_SECONDS = 1.0
@@ -48,23 +48,23 @@ class Meter:
     def __init__(self, run: Run, folder: str | Path, *, every: int = 100, tensorboard: bool = False) -> None:
         if every < 0:
             raise ValueError(f"every must be a number of steps, or 0 for never, got {every!r}")
-        self._run, self._every = run, every
-        folder, rank = Path(folder), run.group.rank
+        self._run, self._engine, self._every = run, engine_of(run), every
+        folder, rank = Path(folder), self._engine.group.rank
         self._sinks: list[Sink] = [JsonLines(folder / f"rank-{rank}.jsonl", anew=run.step == 0)]
         if tensorboard and rank == 0:
             self._sinks.append(TensorBoard(folder / "tensorboard"))
         self._bytes: dict[str, int] = {}
         self._strategy = str(run.strategy)
         self._unseen: set[str] = set()  # layers that the look which goes on has not come to
-        self._before, self._time = run.counts_here(), time.perf_counter()
-        self._probe = run.observe(self)
-        self._probe.watching = True
+        self._before, self._time = self._engine.counter.here(), time.perf_counter()
+        self._inspector = self._engine.observe(self)
+        self._inspector.watching = True
         self._look_ahead()
         self._write(self._start())
 
     def stepped(self) -> None:
         """The run has made a step."""
-        step, counts, now = self._run.step, self._run.counts_here(), time.perf_counter()
+        step, counts, now = self._run.step, self._engine.counter.here(), time.perf_counter()
         spent = counts + -self._before
         if str(self._run.strategy) != self._strategy:
             self._swapped(step - 1)
@@ -81,19 +81,19 @@ class Meter:
                 "work_seconds": spent.work_seconds,
             }
         )
-        for sync in self._probe.syncs:
+        for sync in self._inspector.syncs:
             self._write({"kind": "sync", **{key: getattr(sync, key) for key in sync.__dataclass_fields__}})
-        self._probe.syncs.clear()
-        if self._probe.layers:
+        self._inspector.syncs.clear()
+        if self._inspector.layers:
             self._write({"kind": "layers", "step": step, "layers": self._layers()})
-            self._unseen -= self._probe.layers.keys()
-            self._probe.layers.clear()
+            self._unseen -= self._inspector.layers.keys()
+            self._inspector.layers.clear()
         self._look_ahead()
         self._before, self._time = counts, now
 
     def ended(self, failure: str | None) -> None:
         """The run is over."""
-        self._probe.watching = self._probe.looking = False
+        self._inspector.watching = self._inspector.looking = False
         self._write({"kind": "end", "time": time.time(), "failure": failure, **_totals(self._run.stats())})
         for sink in self._sinks:
             sink.close()
@@ -108,12 +108,12 @@ class Meter:
     def _look_ahead(self) -> None:
         """Layers are looked at in the exchanges that follow this step, until each has come once."""
         if self._every and self._run.step % self._every == 0:
-            self._probe.looking = True
+            self._inspector.looking = True
             self._unseen = set(self._layer_bytes())
-        elif self._probe.looking and self._unseen and self._run.strategy.averaging is not None:
+        elif self._inspector.looking and self._unseen and self._run.strategy.averaging is not None:
             return  # what is averaged seldom, or a fragment at a time, is looked at when it is
         else:
-            self._probe.looking = False
+            self._inspector.looking = False
 
     def _layers(self) -> dict[str, dict[str, float | None]]:
         sent = self._layer_bytes()
@@ -123,27 +123,27 @@ class Meter:
                 "residual": None if layer.residual is None else float(layer.residual),
                 "wire_bytes": sent.get(name),
             }
-            for name, layer in self._probe.layers.items()
+            for name, layer in self._inspector.layers.items()
         }
 
     def _layer_bytes(self) -> dict[str, int]:
         """Worked out once for each strategy: a run may swap it."""
         if not self._bytes:
-            self._bytes = layer_bytes(self._run.strategy, self._run.model, self._run.group.world)
+            self._bytes = layer_bytes(self._run.strategy, self._engine.model, self._engine.group.world)
         return self._bytes
 
     def _start(self) -> dict[str, Any]:
-        run = self._run
+        run, engine = self._run, self._engine
         return {
             "kind": "start",
             "version": VERSION,
             "time": time.time(),
             "strategy": self._strategy,
             "cycle": run.strategy.cycle,
-            "rank": run.group.rank,
-            "world": run.group.world,
+            "rank": engine.group.rank,
+            "world": engine.group.world,
             "step": run.step,
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
             "torch": torch.__version__,
             "host": platform.node(),
         }

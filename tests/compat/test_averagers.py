@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.compat.libraries import both, but_torch, close, module
+from tests.live import last_ranks, ranks
 from tests.models import same_bits
-from tests.ranks import last_ranks, ranks
 
 SHAPES = ((5, 4), (7,), (), (3, 2, 2))
 

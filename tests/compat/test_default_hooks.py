@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.compat._hooks import traffic
 from tests.compat.libraries import averaged as averaged_by
 from tests.compat.libraries import both, but_torch, close, linear, mean, module, noise
+from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
-from tests.ranks import ranks
 
 SHAPES = ((40, 30), (7,), (), (30, 20), (9,))
 

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic.compat import _owner
 from tests.compat.libraries import Linear, averaged, both, close, linear, module, noise
 from tests.compat.test_optimizer_overlap import convolutions, images
+from tests.live import last_ranks, ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
-from tests.ranks import last_ranks, ranks
 
 POWER, LOCAL = "ddp_comm_hooks.powerSGD_hook", "ddp_comm_hooks.post_localSGD_hook"
 

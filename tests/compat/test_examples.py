@@ -17,8 +17,8 @@ from laconic.compat.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hoo
 from laconic.compat.ddp_comm_hooks import powerSGD_hook as powerSGD
 from laconic.compat.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from laconic.compat.optim import PostLocalSGDOptimizer
+from tests.live import ranks
 from tests.models import everywhere_equal
-from tests.ranks import ranks
 
 
 def alone() -> Any:

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from tests.compat.libraries import mean, module, noise
+from tests.live import ranks
 from tests.models import everywhere_equal
-from tests.ranks import ranks
 
 
 def two_precisions(rank: int, reduce_dtype: torch.dtype) -> None:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.compat.libraries import both, but_torch, close, module
+from tests.live import ranks
 from tests.models import everywhere_equal, same_bits
-from tests.ranks import ranks
 
 RATE = 0.1
 

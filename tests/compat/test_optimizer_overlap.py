@@ -13,8 +13,8 @@ from torch.distributed.optim.utils import as_functional_optim
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.compat.libraries import both, but_torch, close, module
+from tests.live import ranks
 from tests.models import everywhere_equal, weights
-from tests.ranks import ranks
 
 PATH = "ddp_comm_hooks.optimizer_overlap_hooks"
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.compat.libraries import averaged, both, but_torch, close, linear, listening, mean, module, noise
+from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
-from tests.ranks import ranks
 
 PATH = "ddp_comm_hooks.post_localSGD_hook"
 SHAPES = ((20, 10), (7,), (300,))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.compat.libraries import averaged, both, but_torch, close, linear, listening, mean, module, noise
+from tests.live import last_ranks, ranks, ranks_within
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
-from tests.ranks import last_ranks, ranks, ranks_within
 
 PATH = "ddp_comm_hooks.powerSGD_hook"
 # Threads of torch's hook may kill their process after the test: nobody uses it again.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from laconic.compat._hooks import traffic
 from tests.compat.libraries import averaged, but_torch, linear, mean, module, noise
+from tests.live import ranks
 from tests.models import everywhere_equal
-from tests.ranks import ranks
 
 SHAPES = ((40, 30), (7,), (700,))
 HOOKS = ["quantization_pertensor_hook", "quantization_perchannel_hook"]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.compat.libraries import averaged, both, but_torch, close, linear, mean, module, noise
+from tests.live import ranks
 from tests.models import everywhere_equal
-from tests.ranks import ranks
 
 SHAPES = ((40, 30), (7,))
 WORK_IN_TORCH = ["ALLREDUCE", "FP16_COMPRESS", "POWER_SGD", "POWER_SGD_RANK2", "BATCHED_POWER_SGD", "BATCHED_POWER_SGD_RANK2"]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.comm.dryrun import simulate
 from laconic.compat.ddp_comm_hooks.ddp_zero_hook import _gather
-from laconic.dryrun import simulate
 from tests.compat.libraries import both, but_torch, close, module
 from tests.compat.test_optimizer_overlap import convolutions, images
+from tests.live import ranks
 from tests.models import same_bits, weights
-from tests.ranks import ranks
 
 PATH = "ddp_comm_hooks.ddp_zero_hook"
 HOOKS = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]

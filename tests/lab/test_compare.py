@@ -20,9 +20,9 @@ from laconic.lab.cost import FACTORS
 from laconic.lab.link import Link
 from laconic.report import records
 from laconic.report.live import Board
-from tests.lab.made import result
 from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
-from tests.processes.test_scripts import BESIDE
+from tests.report.made import result
+from tests.script.test_scripts import BESIDE
 
 
 def laconic(*arguments: str, folder: Path) -> Result:

@@ -53,7 +53,7 @@ def test_looks_are_of_the_model_at_rest_and_seeds_are_the_jobs(
         worker.train({**job, "looks": 8, "warmup": 5, "settle_seconds": 0.0})
     finally:
         dist.destroy_process_group()
-    told = [json.loads(line.removeprefix(worker.WORD)) for line in capfd.readouterr().out.split("\n") if line]
+    told = [json.loads(line.removeprefix(worker.LINE_PREFIX)) for line in capfd.readouterr().out.split("\n") if line]
     looks = [facts for facts in told if facts["kind"] == "look"]
     assert [look["step"] for look in looks] == [8, 10, 12, 15, 18, 20], "those of the warm-up are left out"
     assert [look["timed"] for look in looks] == [3, 5, 7, 10, 13, 15]
@@ -79,7 +79,7 @@ def test_the_pace_is_of_the_last_steps(
         worker.train({**job, "looks": 2, "warmup": 5, "settle_seconds": 0.0})
     finally:
         dist.destroy_process_group()
-    told = [json.loads(line.removeprefix(worker.WORD)) for line in capfd.readouterr().out.split("\n") if line]
+    told = [json.loads(line.removeprefix(worker.LINE_PREFIX)) for line in capfd.readouterr().out.split("\n") if line]
     (pace,) = [facts["rows"] for facts in told if facts["kind"] == "pace"]
     assert len(pace) == 10
     assert pace[-1][0] > 200

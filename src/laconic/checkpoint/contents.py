@@ -8,35 +8,39 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.plan import unwrapped
-from laconic.run import Run
+from laconic.run import resume
+from laconic.run.engine import Engine
+from laconic.run.plan import unwrapped
+from laconic.run.run import Run, engine_of
 
 
-def gather(run: Run, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def gather(engine: Engine, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """This rank's state. Tensors are not copied."""
     return {
-        "model": bare(run.model).state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "scaler": run.scaler.state_dict() if run.scaler is not None else None,
-        "run": run.state_dict(),
+        "model": engine.module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
+        "scaler": engine.scaler.state_dict() if engine.scaler is not None else None,
+        "run": resume.state_of(engine),
         "random": _random(),
         "extra": dict(extra or {}),
     }
 
 
-def check_run(run: object, what: str) -> None:
-    """Refuse what is no run, or one that is not at work."""
+def live_engine(run: object, what: str) -> Engine:
+    """The engine of a run; what is no run, or one that is not at work, is refused."""
     if not isinstance(run, Run):
         raise TypeError(f"run must be what laconic.attach returned, got {type(run).__name__}")
-    run.require_live(what)
+    engine = engine_of(run)
+    engine.require_live(what)
+    return engine
 
 
-def check_own(run: Run, model: nn.Module | None, optimizer: object) -> None:
+def check_own(engine: Engine, model: nn.Module | None, optimizer: object) -> None:
     """Refuse a model or optimizers that are not the run's."""
-    if model is not None and bare(model) is not bare(run.model):
+    if model is not None and bare(model) is not engine.module:
         raise ValueError(f"this {type(model).__name__} is not the model that the run is attached to")
     given = [unwrapped(each) for each in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
-    if optimizer is not None and [id(each) for each in given] != [id(each) for each in run.optimizers]:
+    if optimizer is not None and [id(each) for each in given] != [id(each) for each in engine.optimizers]:
         raise ValueError("these are not the optimizers that the run is attached to")
 
 
@@ -45,17 +49,17 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def namer(run: Run, rank: int) -> Callable[[tuple[str, ...]], str]:
+def namer(engine: Engine, rank: int) -> Callable[[tuple[str, ...]], str]:
     """How the tensors of `gather` are called: what all ranks have alike is saved once, the rest under `rank{r}/`."""
-    parameters = {name for name, _ in bare(run.model).named_parameters()}
-    ignored = set(run.model.parameters_to_ignore) if isinstance(run.model, DistributedDataParallel) else set()
+    parameters = {name for name, _ in engine.module.named_parameters()}
+    ignored = set(engine.ddp.parameters_to_ignore) if engine.ddp is not None else set()
 
     def name(path: tuple[str, ...]) -> str:
         match path:
             case ("model", parameter):
-                shared = run.lockstep and parameter in parameters - ignored
+                shared = engine.lockstep and parameter in parameters - ignored
             case ("optimizers", *_):
-                shared = run.lockstep and not ignored
+                shared = engine.lockstep and not ignored
             case ("run", "local", "deltas", "anchors" | "outer", *_):
                 shared = True
             case _:

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from laconic.agreement import agree
 from laconic.checkpoint import manifest
-from laconic.checkpoint.contents import bare, check_own, check_run, set_random
+from laconic.checkpoint.contents import check_own, live_engine, set_random
 from laconic.checkpoint.redeal import merge
 from laconic.checkpoint.tree import keys, skeleton, unpack
-from laconic.run import Run
+from laconic.ranks.agreement import agree
+from laconic.run import resume
+from laconic.run.engine import Engine
+from laconic.run.run import Run
 
 ADDED = ("params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")  # by schedulers, to groups
 
@@ -53,14 +55,14 @@ def load(
     before anything is changed. A checkpoint of another strategy is refused, or, with `strict=False`, loaded as if the run had
     been by the other strategy until now and is swapped here. One of another number of ranks is re-dealt.
     """
-    check_run(run, "load")
-    group, device = run.group, run.device
-    with run.during("loading a checkpoint"):
+    engine = live_engine(run, "load")
+    group, device = engine.group, engine.device
+    with engine.during("loading a checkpoint"):
         tree: dict[str, Any] = {}
         problem: Exception | None = None
         folder, facts = Path(path), None
         try:
-            check_own(run, model, optimizer)
+            check_own(engine, model, optimizer)
             folder = _chosen(Path(path))
             facts = manifest.read(folder)
             torn = manifest.missing(folder, facts)
@@ -74,11 +76,11 @@ def load(
         assert facts is not None
         try:
             tree = _tree(folder, facts.world_size, group.rank, group.world)
-            _check(tree, run, strict)
+            _check(tree, engine, strict)
         except (Exception, dcp.CheckpointException) as error:  # whatever it is, no rank may wait for this one
             problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
         agree([], problem, group, device)
-        _apply(tree, run, strict)
+        _apply(tree, engine, strict)
     return Loaded(folder, facts.step, tree["extra"])
 
 
@@ -122,14 +124,14 @@ def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tenso
     return tensors
 
 
-def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
+def _check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
     """Refuse what doesn't fit, before anything is changed."""
-    if strict and run.respelt(tree["run"])["strategy"] != str(run.strategy):
+    if strict and resume.respelt(engine, tree["run"])["strategy"] != str(engine.strategy):
         raise ValueError(
-            f"the checkpoint is of {tree['run']['strategy']}, attached is {run.strategy}; attach the same, or load with "
+            f"the checkpoint is of {tree['run']['strategy']}, attached is {engine.strategy}; attach the same, or load with "
             "strict=False to swap here"
         )
-    mine, saved = bare(run.model).state_dict(), tree["model"]
+    mine, saved = engine.module.state_dict(), tree["model"]
     for name in [*mine, *saved]:
         if name not in saved or name not in mine:
             raise ValueError(f"{name!r} is in the {'model' if name in mine else 'checkpoint'} alone; is it another model's?")
@@ -137,9 +139,9 @@ def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
             raise ValueError(
                 f"{name} has the shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine[name].shape)} here"
             )
-    if len(tree["optimizers"]) != len(run.optimizers):
-        raise ValueError(f"the checkpoint has {len(tree['optimizers'])} optimizers, the run {len(run.optimizers)}")
-    for optimizer, state in zip(run.optimizers, tree["optimizers"], strict=True):
+    if len(tree["optimizers"]) != len(engine.optimizers):
+        raise ValueError(f"the checkpoint has {len(tree['optimizers'])} optimizers, the run {len(engine.optimizers)}")
+    for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
         here = [len(group["params"]) for group in optimizer.param_groups]
         there = [len(group["params"]) for group in state["param_groups"]]
         if here != there:
@@ -151,23 +153,23 @@ def _check(tree: Mapping[str, Any], run: Run, strict: bool) -> None:
                     f"the checkpoint's optimizer has {', '.join(sorted(odd))} and no {', '.join(sorted(lacking))}; "
                     f"it was of another kind than {type(optimizer).__name__}"
                 )
-    if (tree["scaler"] is None) != (run.scaler is None):
+    if (tree["scaler"] is None) != (engine.scaler is None):
         raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
-    if run.scaler is not None and run.scaler.is_enabled() and not tree["scaler"]:
+    if engine.scaler is not None and engine.scaler.is_enabled() and not tree["scaler"]:
         raise ValueError(
             "the checkpoint's GradScaler was disabled and has no scale to go on with, and the run's is enabled; "
             "attach with GradScaler(enabled=False), as it was saved"
         )
-    run.check_state(tree["run"], strict=strict)
+    resume.check_state(engine, tree["run"], strict=strict)
 
 
-def _apply(tree: dict[str, Any], run: Run, strict: bool) -> None:
-    bare(run.model).load_state_dict(tree["model"])
-    for optimizer, state in zip(run.optimizers, tree["optimizers"], strict=True):
+def _apply(tree: dict[str, Any], engine: Engine, strict: bool) -> None:
+    engine.module.load_state_dict(tree["model"])
+    for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
         optimizer.load_state_dict(state)
-    if run.scaler is not None:
-        run.scaler.load_state_dict(tree["scaler"])
-    run.load_state_dict(tree["run"], strict=strict)
+    if engine.scaler is not None:
+        engine.scaler.load_state_dict(tree["scaler"])
+    resume.load_state(engine, tree["run"], strict=strict)
     if tree["random"] is not None:
         set_random(tree["random"])
 

@@ -15,12 +15,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.agreement import agree, gather_texts
 from laconic.checkpoint import manifest
-from laconic.checkpoint.contents import check_own, check_run, gather, namer
+from laconic.checkpoint.contents import check_own, gather, live_engine, namer
 from laconic.checkpoint.tree import pack
-from laconic.run import Run
-from laconic.wire import CommunicationError, Ledger, TorchGroup, is_lost, land
+from laconic.comm.exchange import complete
+from laconic.comm.group import CommunicationError, TorchGroup, is_lost
+from laconic.comm.ledger import Ledger
+from laconic.ranks.agreement import agree, gather_texts
+from laconic.run.run import Run
 
 CPU = torch.device("cpu")
 GRACE_SECONDS = 30.0  # for a checkpoint on its way when the run has failed
@@ -95,11 +97,11 @@ def save(
     ends with `.partial`, and a save that is killed leaves the checkpoints before untouched. `extra` is anything plain of this
     rank's own (an epoch, a scheduler's or loader's state). `model` and `optimizer` are the run's own, and may be left out.
     This one and the newest others are kept, `keep` in all; None: all. With `asynchronous` the call returns when everything
-    has been copied aside; the writing goes on in a thread, with a gloo group of its own. One directory is for one run.
+    has been copied; the writing goes on in a thread, with a gloo group of its own. One directory is for one run.
     """
-    check_run(run, "save")
-    with run.during("saving a checkpoint"):
-        group, device = run.group, run.device
+    engine = live_engine(run, "save")
+    with engine.during("saving a checkpoint"):
+        group, device = engine.group, engine.device
         flat: dict[str, Tensor] = {}
         problem: Exception | None = None
         try:
@@ -107,23 +109,23 @@ def save(
             if before is not None:
                 before.settle(failed=False)
             _check_arguments(extra, keep)
-            check_own(run, model, optimizer)
-            tensors, rest = pack(gather(run, extra), namer(run, group.rank))
+            check_own(engine, model, optimizer)
+            tensors, rest = pack(gather(engine, extra), namer(engine, group.rank))
             flat = {**tensors, f"rank{group.rank}/skeleton": rest}
         except Exception as error:  # whatever it is, no rank may wait for this one
             problem = error
         facts = [f"step {run.step}", f"strategy {run.strategy}", f"keep {keep}", f"asynchronous {asynchronous}"]
         identity = agree(facts, problem, group, device)
-        aside = run.aside() if asynchronous or device.type != "cpu" else group
+        writers = engine.background_group() if asynchronous or device.type != "cpu" else group
         if asynchronous:
             flat = {key: tensor.to("cpu", copy=True) for key, tensor in flat.items()}
         strategy, step = str(run.strategy), run.step
         target = Path(path) / manifest.folder_name(step)
         partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
-        saving = Saving(lambda: _write(target, partial, flat, aside, step, strategy, keep), asynchronous)
+        saving = Saving(lambda: _write(target, partial, flat, writers, step, strategy, keep), asynchronous)
         if asynchronous:
             _going[run] = saving
-            run.before_detach(saving.settle)
+            engine.before_detach(saving.settle)
         else:
             saving.wait()
     return saving
@@ -148,7 +150,7 @@ def _write(
             dcp.save(flat, storage_writer=dcp.FileSystemWriter(partial), process_group=group.process_group)
             mine: dict[str, Any] = {}
             _together(group, lambda: mine.update(manifest.describe(partial, _own_files(partial, group.rank))))
-            facts = land(gather_texts(json.dumps(mine), CPU), group, Ledger())
+            facts = complete(gather_texts(json.dumps(mine), CPU), group, Ledger())
             _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy)
         except BaseException as problem:
             shutil.rmtree(partial, ignore_errors=True)  # by every rank: it may be that each has seen another directory

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from laconic.run import Run
+from laconic.run.run import Run, engine_of
 
 
 class RankState:
@@ -17,12 +17,13 @@ class RankState:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._key = f"rank{engine_of(run).group.rank}/state"
 
     def state_dict(self) -> dict[str, Any]:
         data = io.BytesIO()
         torch.save(self._run.state_dict(), data)
-        return {f"rank{self._run.group.rank}/state": data.getvalue()}
+        return {self._key: data.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        data = state_dict[f"rank{self._run.group.rank}/state"]
+        data = state_dict[self._key]
         self._run.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))

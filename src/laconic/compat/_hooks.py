@@ -7,16 +7,19 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.bucket import Slot, stored
+from laconic._torch.tensors import at_end_of_backward
+from laconic.comm.bucket import RESIDUAL, Slot
+from laconic.comm.collectives import AllReduce
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.comm.tensors import stored
 from laconic.compat._owner import Watch, watch
-from laconic.hook import GradientHook, new_future
+from laconic.gradients.hook import GradientHook, new_future
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
-from laconic.wire import AllReduce, Ledger, TorchGroup
 
 Hook: TypeAlias = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
@@ -68,9 +71,9 @@ class Binding:
         return self.hook.arrive(bucket)
 
     def _finish_with_the_backward(self) -> None:
-        """If another hook is given the last bucket, ours still land."""
+        """If another hook is given the last bucket, ours are still completed."""
         try:
-            Variable._execution_engine.queue_callback(self.hook.finish)
+            at_end_of_backward(self.hook.finish)
         except RuntimeError as error:
             if "during backward pass" not in str(error):  # DDP's join hands over all buckets without one
                 raise
@@ -97,7 +100,7 @@ def traffic(ddp: DistributedDataParallel) -> Ledger:
     return _stateless[ddp].ledger
 
 
-def landed(tensor: Tensor) -> Future[Tensor]:
+def completed(tensor: Tensor) -> Future[Tensor]:
     """A future that is there already."""
     future = new_future(tensor.device)
     future.set_result(tensor)
@@ -129,8 +132,8 @@ def checked_memory(memory: Mapping[str, Slot], ddp: DistributedDataParallel) -> 
     for name, slot in memory.items():
         if slot and name not in parameters:
             raise ValueError(f"this state has memory of a parameter {name!r} that the model doesn't have")
-        if "error" in slot and slot["error"].shape != parameters[name].shape:
+        if RESIDUAL in slot and slot[RESIDUAL].shape != parameters[name].shape:
             raise ValueError(
-                f"this state's error of {name!r} has the shape {tuple(slot['error'].shape)}, "
+                f"this state's error of {name!r} has the shape {tuple(slot[RESIDUAL].shape)}, "
                 f"the model's parameter {tuple(parameters[name].shape)}"
             )

@@ -12,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from laconic._torch.ddp import comm_hooks, has_run_forward, is_joined, module_of
+from laconic._torch.tensors import version
+
 _known: dict[int, list["Watch"]] = {}  # by parameter: those of the DDPs that have it
 _watching: Any = None  # the handle of the hook that sees every optimizer step
 
@@ -26,7 +29,7 @@ class Watch:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self.ddp = weakref.ref(ddp)
-        self.forwarded: bool = ddp._lazy_init_ran  # a forward has run, so that a backward may come
+        self.forwarded: bool = has_run_forward(ddp)  # a forward has run, so that a backward may come
         self.blind = False  # forwards are not seen (a compiled DDP keeps the hooks that it was compiled with)
         self.open = False  # a backward has begun, and not all of its buckets have arrived
         self._stepped = True
@@ -43,7 +46,7 @@ class Watch:
         assert ddp is not None, "its backward is running"
         versions = _versions(ddp)
         # Where loaders are uneven, a rank that has joined shadows the others' backwards and steps nothing itself.
-        new = self._stepped or versions != self._versions or ddp._join_config.enable
+        new = self._stepped or versions != self._versions or is_joined(ddp)
         self._stepped, self._versions, self.forwarded = False, versions, False
         return new
 
@@ -90,7 +93,7 @@ def watch(bucket: dist.GradBucket, state: object) -> Watch:
 
 def _expects(each: Watch) -> bool:
     ddp = each.ddp()
-    return each.forwarded or each.blind or (ddp is not None and ddp._join_config.enable)
+    return each.forwarded or each.blind or (ddp is not None and is_joined(ddp))
 
 
 def _search(parameter: Tensor, state: object) -> list[Watch]:
@@ -102,7 +105,7 @@ def _search(parameter: Tensor, state: object) -> list[Watch]:
             "this communication hook can't find the DistributedDataParallel that it works for, because the garbage collector "
             "doesn't list it; call gc.unfreeze() before the first backward, or use laconic.attach instead"
         )
-    ddps.sort(key=lambda ddp: (ddp._lazy_init_ran, any(given is state for _, given in ddp._comm_hooks)))
+    ddps.sort(key=lambda ddp: (has_run_forward(ddp), any(given is state for _, given in comm_hooks(ddp))))
     fresh = [ddp for ddp in ddps if all(each.ddp() is not ddp for each in _known.get(id(parameter), []))]
     for ddp in fresh:
         _remember(ddp)
@@ -129,11 +132,10 @@ def _after_any_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 def _parameters(ddp: DistributedDataParallel | None) -> Iterable[Tensor]:
-    # One that is being built, or was built in vain, has no module yet.
-    module = ddp._modules.get("module") if ddp is not None else None
+    module = module_of(ddp) if ddp is not None else None
     return module.parameters() if module is not None else []
 
 
 def _versions(ddp: DistributedDataParallel) -> int:
     """A number that changes with each in-place write of a parameter that torch knows of."""
-    return sum(parameter._version for parameter in ddp.module.parameters())
+    return sum(version(parameter) for parameter in ddp.module.parameters())

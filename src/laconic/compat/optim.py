@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from laconic._torch.optimizers import state_dict_hooks
 from laconic.compat.model_averaging.averagers import ModelAverager
 
 __all__ = ["PostLocalSGDOptimizer"]
@@ -94,22 +95,22 @@ class PostLocalSGDOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of `optim`, and under "step" how many steps the averager has counted."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
+        for before in state_dict_hooks(self, "state_dict_pre"):
             before(self)
         state = {**self.optim.state_dict(), "step": self.averager.step}
-        for after in self._optimizer_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "state_dict_post"):
             changed = after(self, state)
             state = state if changed is None else changed
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` gave, or from a plain state dict of `optim`, with a warning."""
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
+        for before in state_dict_hooks(self, "load_state_dict_pre"):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         self.optim.load_state_dict({key: value for key, value in state_dict.items() if key != "step"})
         if "step" not in state_dict:
             warnings.warn("the state dict has no step of the averager: it counts from 0, warm-up included", stacklevel=2)
         self.averager.step = state_dict.get("step", 0)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
+        for after in state_dict_hooks(self, "load_state_dict_post"):
             after(self)

@@ -4,16 +4,16 @@ import inspect
 import re
 from dataclasses import dataclass
 
-import laconic.recipes
-from laconic import schedules
-from laconic.recipes.registry import RECIPES
 from laconic.reducers import discover
-from laconic.schedules import Schedule
+from laconic.strategies.naming import own
+from laconic.strategies.outer import Outer
+from laconic.strategies.recipe import recipes
+from laconic.strategies.schedules import Schedule
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy, a reducer or a schedule."""
+    """A strategy, a reducer, a schedule or an outer optimizer."""
 
     call: str
     lines: list[str]  # what it does, its bytes, its paper
@@ -22,14 +22,15 @@ class Entry:
 def entries() -> dict[str, list[Entry]]:
     """By heading."""
     return {
-        "Strategies": [_entry(name, getattr(laconic.recipes, name, recipe)) for name, recipe in RECIPES.items()],
+        "Strategies": [_entry(name, recipe) for name, recipe in recipes().items()],
         "Reducers": [_entry(name, kind) for name, kind in discover().items()],
-        "Schedules": [_entry(name, kind) for name, kind in vars(schedules).items() if _is_schedule(kind)],
+        "Schedules": _parts(Schedule),
+        "Outer optimizers": _parts(Outer),
     }
 
 
-def _is_schedule(thing: object) -> bool:
-    return isinstance(thing, type) and issubclass(thing, Schedule) and thing is not Schedule
+def _parts(base: type) -> list[Entry]:
+    return [_entry(name, kind) for name, kind in own().items() if issubclass(kind, base)]
 
 
 def _entry(name: str, thing: object) -> Entry:

@@ -16,7 +16,7 @@ from typing import Any
 import laconic
 from laconic.lab.cost import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.link import KILLED, Link, refusal, start
-from laconic.lab.worker import WORD
+from laconic.lab.worker import LINE_PREFIX
 from laconic.report import records
 from laconic.report.live import Board
 from laconic.report.records import Record, Results
@@ -160,10 +160,10 @@ def _listen(
     told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("tick", "look", "pace", "error", "end")}
     other: list[str] = []
     for line in process.stdout or ():
-        if not line.startswith(WORD):
+        if not line.startswith(LINE_PREFIX):
             other.append(line)
             continue
-        facts = json.loads(line[len(WORD) :])
+        facts = json.loads(line[len(LINE_PREFIX) :])
         told[facts["kind"]].append(facts)
         if facts["kind"] == "end":
             return told

@@ -19,12 +19,12 @@ from laconic.lab.file_task import blame
 from laconic.lab.link import sent_bytes
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
-WORD = "laconic-lab"  # begins the lines that are meant for the lab
+LINE_PREFIX = "laconic-lab"  # begins the lines that are meant for the lab
 
 
 def tell(facts: Mapping[str, object]) -> None:
     """A line for the lab, in one write: up to 4096 bytes, the lines of several workers don't mix in a pipe."""
-    os.write(sys.stdout.fileno(), f"\n{WORD} {json.dumps(facts)}\n".encode())
+    os.write(sys.stdout.fileno(), f"\n{LINE_PREFIX} {json.dumps(facts)}\n".encode())
 
 
 def train(job: Mapping[str, Any]) -> None:

@@ -6,11 +6,12 @@ from typing import Self
 
 import torch
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllReduce
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, matrix_views, rebuild, split, take_rest, warm
-from laconic.wire import AllReduce, Exchange, Reduced
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class AlternatingPowerSGD(Reducer):
     rank: int = 2
     min_compression_rate: float = 2.0
     seed: int = 0
+    memory = {"p": "shared", "q": "shared"}  # noqa: RUF012  (declared as a ClassVar)
 
     def __post_init__(self) -> None:
         checked_rank(self.rank, self.min_compression_rate)
@@ -43,7 +45,7 @@ class AlternatingPowerSGD(Reducer):
         return self._exchange(bucket, parts) if parts.matrices else Exact().reduce(bucket)
 
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
-        even = bucket.round % 2 == 0
+        even = bucket.exchanges % 2 == 0
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
         # In even rounds the basis is Q (rank x columns) and P travels, in odd rounds the other way round.
         basis = warm(bucket, parts, "q" if even else "p", even, self.seed).basis()

@@ -1,15 +1,15 @@
 """What a reducer is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import is_dataclass
-from typing import Self
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket
-from laconic.wire import Exchange
+from laconic.comm.bucket import Bucket
+from laconic.comm.exchange import Exchange
 
 
 def checked(reducer: object, name: str) -> "Reducer":
@@ -53,6 +53,10 @@ def finite(tensor: Tensor) -> Tensor:
     return low.isfinite() & high.isfinite()
 
 
+Memory: TypeAlias = Literal["own", "shared"]
+"""Whose a reducer's memory is: "own", each rank has another, or "shared", all ranks have the same bits."""
+
+
 class Reducer(ABC):
     """How a bucket is averaged over the ranks: a frozen dataclass of hyperparameters, and one generator.
 
@@ -61,9 +65,37 @@ class Reducer(ABC):
     `bucket.slots`, written by the function that it returns as `finish`.
     """
 
+    # The keys of its slots, and whose each is. On another number of ranks every rank gets the mean of what the old ones had
+    # for themselves, and what they shared as it is.
+    memory: ClassVar[Mapping[str, Memory]] = {}
+    # Exchanges after which it sends as much again: `predict` works out no more of them. One that takes turns says so.
+    cycle: ClassVar[int] = 2
+
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Exchange:
         """Average `bucket.flat` over the group."""
+
+    @property
+    def warmup(self) -> int:
+        """Steps before it does what it is for."""
+        return 0
+
+    @property
+    def starts(self) -> list[int]:
+        """At which steps it, or a reducer that it is made of, begins to send something else."""
+        return [step for part in self.parts() for step in part.starts]
+
+    def parts(self) -> list["Reducer"]:
+        """The reducers that it is made of."""
+        values = [getattr(self, part.name) for part in fields(self)] if is_dataclass(self) else []
+        return [value for value in values if isinstance(value, Reducer)]
+
+    def memories(self) -> dict[str, Memory]:
+        """Its own memory, and that of the reducers that it is made of."""
+        found = dict(self.memory)
+        for part in self.parts():
+            found |= part.memories()
+        return found
 
     @classmethod
     def examples(cls) -> Iterator[Self]:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_rank
 from laconic.reducers.powersgd import PowerSGD
-from laconic.wire import Exchange, Reduced
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class BatchedPowerSGD(Reducer):
     rank: int = 1
     warm_start: bool = True
     seed: int = 0
+    memory = PowerSGD.memory
 
     def __post_init__(self) -> None:
         checked_rank(self.rank, 1)

@@ -6,9 +6,10 @@ from typing import Literal, Self
 
 import torch
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllGather, AllReduce, AllToAll
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, finite
-from laconic.wire import AllGather, AllReduce, AllToAll, Exchange, Reduced
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

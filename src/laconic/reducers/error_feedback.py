@@ -7,11 +7,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, joined
+from laconic.comm.bucket import RESIDUAL, Bucket, joined
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.topk import TopK
-from laconic.wire import Exchange, Reduced
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ErrorFeedback(Reducer):
 
     inner: Reducer
     decay: float = 1.0
+    memory = {RESIDUAL: "own"}  # noqa: RUF012  (declared as a ClassVar)
 
     def __post_init__(self) -> None:
         checked(self.inner, "inner")
@@ -43,7 +44,7 @@ class ErrorFeedback(Reducer):
         yield cls(TopK(0.1), decay=0.9)
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        kept = joined(bucket, "error")
+        kept = joined(bucket, RESIDUAL)
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(self.decay * bucket.scale, kept))
         mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True))
@@ -52,7 +53,7 @@ class ErrorFeedback(Reducer):
         def take() -> None:
             if error is None and kept is None:
                 return
-            memory = kept if kept is not None else joined(bucket, "error", create=True)
+            memory = kept if kept is not None else joined(bucket, RESIDUAL, create=True)
             assert memory is not None
             left = torch.zeros_like(memory) if error is None else error
             if isinstance(bucket.scale, Tensor):
@@ -79,6 +80,7 @@ class Release(Reducer):
     """
 
     inner: Reducer
+    memory = {RESIDUAL: "own"}  # noqa: RUF012  (declared as a ClassVar)
 
     def __post_init__(self) -> None:
         checked(self.inner, "inner")
@@ -88,7 +90,7 @@ class Release(Reducer):
         yield cls(Exact())
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        kept = joined(bucket, "error")
+        kept = joined(bucket, RESIDUAL)
         if kept is not None:
             bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
         mean, error, finish, good = yield from self.inner.reduce(bucket)

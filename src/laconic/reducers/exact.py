@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllReduce
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer
-from laconic.wire import AllReduce, Exchange, Reduced
 
 
 @dataclass(frozen=True)

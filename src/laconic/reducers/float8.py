@@ -7,10 +7,10 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.exchange import Exchange
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import Codec, two_phase
-from laconic.wire import Exchange
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket, Slot
+from laconic.comm.bucket import Bucket, Slot
 from laconic.reducers.randomness import normal
 
 
@@ -134,7 +134,7 @@ def warm(
         side = matrix.columns if wide else matrix.rows
         old = bucket.slots[matrix.place].get(key) if keep else None
         if old is None or old.shape != (matrix.rank, side):
-            when = 0 if keep else bucket.round
+            when = 0 if keep else bucket.exchanges
             old = normal((matrix.rank, side), bucket.flat.device, seed, when, key, bucket.names[matrix.place])
         pieces.append(old.reshape(-1).to(bucket.flat.device, dtype))
     return Factors(parts, torch.cat(pieces), wide)

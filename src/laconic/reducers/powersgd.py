@@ -6,11 +6,12 @@ from typing import Self
 
 import torch
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllReduce
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
 from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, matrix_views, rebuild, split, take_rest, warm
-from laconic.wire import AllReduce, Exchange, Reduced
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class PowerSGD(Reducer):
     min_compression_rate: float = 2.0
     warm_start: bool = True
     seed: int = 0
+    memory = {"q": "shared"}  # noqa: RUF012  (declared as a ClassVar)
 
     def __post_init__(self) -> None:
         checked_rank(self.rank, self.min_compression_rate)

@@ -7,11 +7,11 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.exchange import Exchange
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import Codec, two_phase
 from laconic.reducers.randomness import uniform
-from laconic.wire import Exchange
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Quantized(Reducer):
 
     def _noise(self, bucket: Bucket) -> Tensor:
         device = bucket.flat.device
-        keys = [(self.seed, bucket.round, bucket.rank, name) for name in bucket.names]
+        keys = [(self.seed, bucket.exchanges, bucket.rank, name) for name in bucket.names]
         return torch.cat([uniform((view.numel(),), device, *key) for view, key in zip(bucket.views, keys, strict=True)])
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllReduce
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_ratio
 from laconic.reducers.randomness import number
-from laconic.wire import AllReduce, Exchange, Reduced
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class RandomK(Reducer):
             if size:
                 count = max(1, math.ceil(self.ratio * size))
                 comb = torch.arange(count, device=flat.device).mul_(size).floor_divide_(count)
-                picks.append(comb.add_(number(self.seed, bucket.round, name) % size).remainder_(size).add_(start))
+                picks.append(comb.add_(number(self.seed, bucket.exchanges, name) % size).remainder_(size).add_(start))
             start += size
         index = torch.cat(picks)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllGather
+from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_ratio
-from laconic.wire import AllGather, Exchange, Reduced
 
 
 @dataclass(frozen=True)

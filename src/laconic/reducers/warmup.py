@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Self
 
-from laconic.bucket import Bucket
+from laconic.comm.bucket import Bucket
+from laconic.comm.exchange import Exchange
 from laconic.reducers.base import Reducer, checked, checked_steps
 from laconic.reducers.cast import Cast
 from laconic.reducers.exact import Exact
-from laconic.wire import Exchange
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class Warmup(Reducer):
     def examples(cls) -> Iterator[Self]:
         yield cls(2, Cast("bf16"))
         yield cls(2, Exact(), before=Cast("fp16"))
+
+    @property
+    def warmup(self) -> int:
+        return self.start
+
+    @property
+    def starts(self) -> list[int]:
+        return [self.start, *super().starts]
 
     def reduce(self, bucket: Bucket) -> Exchange:
         return (self.before if bucket.step < self.start else self.inner).reduce(bucket)

@@ -24,13 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.averaging import CHUNK_BYTES
-from laconic.bucket import local, stored
+from laconic._torch.zero import ZeroShards
+from laconic.comm.collectives import AllGather
+from laconic.comm.exchange import Rounds, complete
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.comm.tensors import local, stored
 from laconic.compat._hooks import gradients
-from laconic.wire import AllGather, Ledger, Rounds, TorchGroup, land
+from laconic.local.parameters import CHUNK_BYTES
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 
@@ -69,7 +72,7 @@ def _with_zero(
     shard_buckets: bool,
     interleaved: bool,
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    if not zero._overlap_with_ddp:
+    if not ZeroShards.steps_in_backward(zero):
         raise ValueError("zero steps in backward only if it is built with ZeroRedundancyOptimizer(..., overlap_with_ddp=True)")
     shards = _Shards(ddp, zero, shard_buckets)
 
@@ -80,15 +83,15 @@ def _with_zero(
             return future
         if interleaved:
 
-            def step(landed: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-                shards.step([(bucket, landed.value())])
-                return landed.value()
+            def step(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+                shards.step([(bucket, done.value())])
+                return done.value()
 
             future = future.then(step)
         shards.pending.append((bucket, future))
         if bucket.is_last():
             pending, shards.pending = shards.pending, []
-            averaged = [(each, flight.wait()) for each, flight in pending]
+            averaged = [(each, future.wait()) for each, future in pending]
             if not interleaved:
                 shards.step(averaged)
             shards.share()
@@ -103,39 +106,17 @@ class _Shards:
     def __init__(self, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool) -> None:
         self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []
         self._ddp, self._zero = weakref.ref(ddp), zero
-        self._shard_buckets = shard_buckets
+        self._shards = ZeroShards(zero, shard_buckets)
         self._group = TorchGroup(zero.process_group)
-        self._lock = threading.Lock()  # interleaved, gradients may land in several threads at a time
+        self._lock = threading.Lock()  # interleaved, gradients may arrive in several threads at a time
 
     def ready(self, bucket: dist.GradBucket) -> bool:
         """Whether shards are dealt. They are at the second backward after DDP has settled its buckets."""
-        ddp, info = self._ddp(), self._zero._overlap_info
+        ddp = self._ddp()
         assert ddp is not None, "its backward is running"
         if bucket.index() == 0:
             self.pending = []  # of a backward that failed
-            if info.status == _OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
-                self._deal()
-        if info.status == _OverlapStatus.INITIALIZED:
-            return True
-        # Where it must look for unused parameters, DDP never rebuilds its buckets.
-        if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
-            if bucket.index() == 0:
-                info.params_per_bucket = []
-            info.params_per_bucket.append(bucket.parameters())
-            if bucket.is_last():
-                info.status = _OverlapStatus.DDP_HAS_REBUILT_BUCKETS
-        return False
-
-    def _deal(self) -> None:
-        zero: Any = self._zero  # torch hides most of its methods from type checkers
-        info = zero._overlap_info
-        info.shard_buckets = self._shard_buckets
-        info.total_size = sum(parameter.numel() for bucket in info.params_per_bucket for parameter in bucket)
-        info.status = _OverlapStatus.INITIALIZED
-        zero._clear_cache()
-        assert zero._bucket_assignments_per_rank, "reading it deals the buckets"
-        zero._partition_parameters(info.params_per_rank)
-        zero._init_local_optimizer()
+        return self._shards.dealt(ddp, bucket)
 
     def step(self, averaged: list[tuple[dist.GradBucket, Tensor]]) -> None:
         """Step this rank's share of some buckets."""
@@ -150,13 +131,13 @@ class _Shards:
             if any(gradient is not None for gradient in wanted):
                 settings = self._zero.optim.defaults  # torch's functional optimizers read these and not their group's
                 settings.update({key: value for key, value in self._zero.param_groups[0].items() if key in settings})
-                self._zero._local_step(wanted)
+                self._shards.step(wanted)
 
     def share(self) -> None:
         """Give this rank's parameters to all, and take theirs."""
-        shards = self._zero._overlap_info.params_per_rank
+        shards = self._shards.of_ranks
         for dtype, device in dict.fromkeys((p.dtype, p.device) for shard in shards for p in shard):
-            land(
+            complete(
                 _gather([[p for p in s if (p.dtype, p.device) == (dtype, device)] for s in shards], self._group),
                 self._group,
                 Ledger(),

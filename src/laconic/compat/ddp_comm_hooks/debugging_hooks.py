@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.compat._hooks import landed
+from laconic.compat._hooks import completed
 
 __all__ = ["noop_hook"]
 
@@ -15,4 +15,4 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
 
     `ddp.register_comm_hook(None, noop_hook)`. Replicas drift apart; `laconic.silent()` is the same as a strategy.
     """
-    return landed(bucket.buffer())
+    return completed(bucket.buffer())

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
-from torch.distributed.utils import _free_storage
 
-from laconic.compat._hooks import landed
+from laconic._torch.ddp import all_reduce_sum
+from laconic._torch.mixed_precision import end_forward, restore
+from laconic._torch.tensors import at_end_of_backward
+from laconic.compat._hooks import completed
 
 
 @dataclass
@@ -36,14 +37,13 @@ def _reducer_allreduce_and_upcast_hook(
     precision, stream = ddp.mixed_precision, hook_state.upcast_stream
     if precision.param_dtype != precision.reduce_dtype:
         bucket.set_buffer(bucket.buffer().to(precision.reduce_dtype))
-    reduced = ddp.reducer._run_allreduce_hook(bucket)
+    reduced = all_reduce_sum(ddp, bucket)
     with _on(stream):
         reduced.wait()
         mean = bucket.buffer().div_(ddp.process_group.size())
         parameter: Any  # with attributes that DDP gave it
         for parameter in bucket.parameters():
-            parameter.data = parameter._fp_param
-            _free_storage(parameter._mp_param)  # the next forward fills it again
+            restore(parameter)
             if parameter.grad is not None:
                 parameter.grad.data = parameter.grad.to(parameter.dtype)
 
@@ -51,18 +51,13 @@ def _reducer_allreduce_and_upcast_hook(
         if stream.device.type != "cpu":
             torch.accelerator.current_stream().wait_stream(stream)
         for parameter in ddp.module.parameters():
-            # Hooks are installed anew in each forward; what needs no gradient has met none that brings it back.
-            if hasattr(parameter, "_ddp_mp_hook_state"):
-                parameter._ddp_mp_hook_state[1].remove()
-                del parameter._ddp_mp_hook_state
-            if not parameter.requires_grad and not hasattr(parameter, "_ddp_ignored"):
-                parameter.data = parameter._fp_param
+            end_forward(parameter)
         hook_state.wait_for_stream_enqueued = False
 
     if not hook_state.wait_for_stream_enqueued:
-        Variable._execution_engine.queue_callback(finish)
+        at_end_of_backward(finish)
         hook_state.wait_for_stream_enqueued = True
-    return landed(mean)
+    return completed(mean)
 
 
 @contextmanager

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
+from laconic._torch.ddp import averaged_parameters, leave_gradients
+from laconic._torch.mixed_precision import optimizers_in_backward
+from laconic._torch.tensors import at_end_of_backward
 from laconic.compat._hooks import average, gradients
 from laconic.reducers.exact import Exact
 
@@ -64,7 +66,7 @@ def _apply_optim_in_backward_hook(
         def step(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             flat = future.value()
             for parameter, gradient in zip(bucket.parameters(), gradients(bucket, flat), strict=True):
-                optimizers = getattr(parameter, "_in_backward_optimizers", ())
+                optimizers = optimizers_in_backward(parameter)
                 if optimizers:
                     # With `gradient_as_bucket_view` .grad is this very memory, and DDP insists that it stays so.
                     if not gradient_is_bucket_view:
@@ -76,16 +78,16 @@ def _apply_optim_in_backward_hook(
             return flat
 
         def finish() -> None:
-            landing = pending.copy()
+            outstanding = pending.copy()
             pending.clear()  # also where one has failed: the next backward begins anew
-            torch.futures.wait_all(landing)
-            for parameter in ddp._module_parameters:
-                if hasattr(parameter, "_in_backward_optimizers"):
+            torch.futures.wait_all(outstanding)
+            for parameter in averaged_parameters(ddp):
+                if optimizers_in_backward(parameter) is not None:
                     parameter.grad = None
 
         if not pending:  # the first bucket of this backward
-            ddp.reducer._set_optimizer_in_backward()  # it then writes no gradients, so those we set to None stay so
-            Variable._execution_engine.queue_callback(finish)
+            leave_gradients(ddp)  # it then writes no gradients, so those we set to None stay so
+            at_end_of_backward(finish)
         pending.append(average(None, bucket, Exact()).then(step))
         return pending[-1]
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.agreement import agree
-from laconic.compat._hooks import Binding, landed
+from laconic._torch.process_groups import control_device
+from laconic.comm.group import TorchGroup
+from laconic.compat._hooks import Binding, completed
 from laconic.compat._owner import watch
-from laconic.groups import Groups, control_device
+from laconic.ranks.agreement import agree
+from laconic.ranks.groups import Groups
 from laconic.reducers.exact import Exact
-from laconic.wire import TorchGroup
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
@@ -75,7 +76,7 @@ class PostLocalSGDState:
         self.process_group, self.subgroup = dist.group.WORLD, None
         self.__dict__.update(state, _groups=None, _binding=None, _sync_buffers=True)
         logger.warning(
-            "The loaded post-local SGD state talks to all ranks, then to those on its node; "
+            "The loaded post-local SGD state averages over all ranks, then over those on its node; "
             "for other process groups, set its `process_group` and `subgroup`."
         )
 
@@ -87,7 +88,7 @@ class PostLocalSGDState:
         step = binding.hook.step
         local = step >= self.start_localSGD_iter
         if local and not self.post_local_gradient_allreduce:
-            future = landed(bucket.buffer())
+            future = completed(bucket.buffer())
         else:
             future = binding.average(bucket, Exact(), self.subgroup if local else self.process_group)
         if step == self.iter:

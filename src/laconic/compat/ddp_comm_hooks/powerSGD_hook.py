@@ -30,7 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.bucket import Slot
+from laconic._torch.optimizers import loss_scale
+from laconic.comm.bucket import RESIDUAL, Slot
 from laconic.compat._hooks import Binding, checked_memory
 from laconic.compat._owner import watch
 from laconic.reducers.base import Reducer
@@ -109,7 +110,7 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.next_stats_report = 0
         self._memory: dict[str, Slot] = {}
-        self._rounds = 0
+        self._exchanges = 0
         self._binding: Binding | None = None
         self.grad_scaler: torch.amp.GradScaler | None = None  # if there is one, errors are kept in units of the unscaled loss
         self._per_layer()  # complains of a rank or a rate that can't be
@@ -120,11 +121,11 @@ class PowerSGDState:
     @property
     def error_dict(self) -> MutableMapping[str, torch.Tensor]:
         """What this rank has left out so far, by parameter name; it can be changed."""
-        return _Kept(self._memory, "error")
+        return _Kept(self._memory, RESIDUAL)
 
     @error_dict.setter
     def error_dict(self, errors: Mapping[str, torch.Tensor]) -> None:
-        _Kept(self._memory, "error").replace(errors)
+        _Kept(self._memory, RESIDUAL).replace(errors)
 
     @property
     def q_memory_dict(self) -> MutableMapping[str, torch.Tensor]:
@@ -143,8 +144,8 @@ class PowerSGDState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's settings and memory as plain data. Every rank saves its own: each has its own error."""
         memory = {name: {key: tensor.clone() for key, tensor in slot.items()} for name, slot in self._memory.items() if slot}
-        rounds = self._rounds if self._binding is None else self._binding.hook.rounds
-        return {**{name: getattr(self, name) for name in SAVED}, "memory": memory, "rounds": rounds}
+        exchanges = self._exchanges if self._binding is None else self._binding.hook.exchanges
+        return {**{name: getattr(self, name) for name in SAVED}, "memory": memory, "rounds": exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, in this DDP or another of the same model."""
@@ -157,7 +158,7 @@ class PowerSGDState:
             checked_memory(memory, ddp)
         for name in SAVED:
             setattr(self, name, state[name])
-        self._memory, self._rounds, self._binding = memory, state["rounds"], None
+        self._memory, self._exchanges, self._binding = memory, state["rounds"], None
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("A process group can't be saved: it is left out of the saved PowerSGD state.")
@@ -167,7 +168,7 @@ class PowerSGDState:
         self._binding = self.grad_scaler = None
         self.process_group = dist.group.WORLD
         self.load_state_dict(state)
-        logger.warning("The loaded PowerSGD state talks to all ranks; for another process group, set its `process_group`.")
+        logger.warning("The loaded PowerSGD state averages over all ranks; for another process group, set its `process_group`.")
 
     # Steps
 
@@ -203,12 +204,12 @@ class PowerSGDState:
             ddp = watched.ddp()
             assert ddp is not None, "its backward is running"
             checked_memory(self._memory, ddp)
-            rounds = self._rounds if self._binding is None else self._binding.hook.rounds
+            exchanges = self._exchanges if self._binding is None else self._binding.hook.exchanges
             self._binding = Binding(watched, self._memory)
-            self._binding.hook.rounds = rounds
+            self._binding.hook.exchanges = exchanges
             scaler = self.grad_scaler
             if scaler is not None and scaler.is_enabled():
-                self._binding.hook.scale = scaler._get_scale_async  # type: ignore[assignment]  # set before any backward
+                self._binding.hook.scale = loss_scale(scaler)
         return self._binding
 
     def _per_layer(self) -> Reducer:

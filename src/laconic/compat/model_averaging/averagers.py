@@ -20,10 +20,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from laconic.agreement import agree
+from laconic._torch.process_groups import control_device, default_group
+from laconic.comm.group import TorchGroup
 from laconic.compat.model_averaging import utils
-from laconic.groups import control_device
-from laconic.wire import TorchGroup
+from laconic.ranks.agreement import agree
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
@@ -32,7 +32,7 @@ class ModelAverager(ABC):
     """What averages a model's parameters over a process group; None: over all ranks. `step` counts the calls."""
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
+        self.process_group = process_group if process_group is not None else default_group()
         self.step = 0
         self._compared = False
 

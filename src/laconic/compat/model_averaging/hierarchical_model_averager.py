@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.agreement import agree
+from laconic._torch.process_groups import control_device
+from laconic.comm.group import TorchGroup
 from laconic.compat.model_averaging.averagers import ModelAverager
-from laconic.groups import Groups, control_device
-from laconic.wire import TorchGroup
+from laconic.ranks.agreement import agree
+from laconic.ranks.groups import Groups
 
 __all__ = ["HierarchicalModelAverager"]
 

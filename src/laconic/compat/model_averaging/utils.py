@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from laconic.averaging import ParameterAverager
-from laconic.wire import Ledger, TorchGroup
+from laconic._torch.process_groups import default_group, is_outside
+from laconic.comm.group import TorchGroup
+from laconic.comm.ledger import Ledger
+from laconic.local.parameters import ParameterAverager
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 
@@ -26,8 +28,8 @@ def average_parameters(params: Iterator[torch.nn.Parameter], process_group: dist
 
     Bytes: 2(N-1)/N * n * itemsize.
     """
-    group = process_group if process_group is not None else dist.distributed_c10d._get_default_group()
-    if not dist._rank_not_in_group(group):
+    group = process_group if process_group is not None else default_group()
+    if not is_outside(group):
         named = {str(index): parameter for index, parameter in enumerate(params)}
         ParameterAverager(named, Ledger()).average(TorchGroup(group))
 

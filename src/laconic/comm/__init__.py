@@ -1,0 +1,1 @@
+"""What travels: collectives and their cost, the exchanges made of them, and the drivers that run exchanges."""

@@ -1,0 +1,53 @@
+"""Exchanges without a network: all ranks in one process, or one rank on meta tensors."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laconic.comm.collectives import Collective, Traffic
+from laconic.comm.exchange import Answer, Rounds
+from laconic.comm.ledger import Ledger
+
+
+def predict(rounds: Rounds[Answer], world: int) -> Traffic:
+    """Count what an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
+    total = Traffic()
+    try:
+        collective = next(rounds)
+        while True:
+            if collective.tensor.numel():
+                total += collective.traffic(world)
+            collective = rounds.send(collective.blank(world))
+    except StopIteration:
+        return total
+
+
+def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> list[Answer]:
+    """Run the exchanges of all ranks in this process, in step with each other; `ledger` counts for one rank.
+
+    >>> import torch
+    >>> from laconic import AllReduce
+    >>> def mean(x):
+    ...     return (yield AllReduce(x))
+    >>> simulate([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
+    [tensor([2.]), tensor([2.])]
+    """
+    ledger = ledger or Ledger()
+    world = len(ranks)
+    results: dict[int, Answer] = {}
+    answers: list[Tensor] | None = None
+    while True:
+        collectives: list[Collective] = []
+        for rank, rounds in enumerate(ranks):
+            try:
+                collectives.append(next(rounds) if answers is None else rounds.send(answers[rank]))
+            except StopIteration as stop:
+                results[rank] = stop.value
+        if not collectives:
+            return [results[rank] for rank in range(world)]
+        assert len(collectives) == world, f"ranks {sorted(results)} have finished, the others have not"
+        shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
+        assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"
+        if collectives[0].tensor.numel():
+            ledger.launch(collectives[0], world)
+        answers = collectives[0].answers([collective.tensor for collective in collectives])

@@ -1,0 +1,127 @@
+"""Exchanges: generators that yield collectives.
+
+An exchange yields a collective, is sent the answer, and in the end returns what it worked out:
+
+    def reduce(bucket):
+        mean = yield AllReduce(bucket.flat)
+        return Reduced(mean)
+
+One collective of an exchange is a round. Whoever holds the generator decides how the rounds happen: `PendingExchange` sends
+them through a `Group`, one at a time; `pipeline.py` runs many exchanges in a fixed order; `dryrun.py` runs all ranks in one
+process, or one rank on meta tensors.
+"""
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
+
+from torch import Tensor
+
+from laconic.comm.collectives import Collective
+from laconic.comm.group import CommunicationError, Group, Handle, is_lost
+from laconic.comm.ledger import Ledger
+
+Answer = TypeVar("Answer")
+Rounds: TypeAlias = Generator[Collective, Tensor, Answer]
+
+
+def _nothing() -> None:
+    """Nothing to remember, nothing left to do."""
+
+
+class Reduced(NamedTuple):
+    """What a reducer's exchange returns."""
+
+    mean: Tensor  # the same bits on every rank of the group; to be read after `finish`
+    error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
+    # Called once the whole step has arrived and the error has been taken: writes the reducer's memory, and may complete the
+    # mean, even in the error's place, so that no more than one of the two ever takes room.
+    finish: Callable[[], None] = _nothing
+    # Whether the mean is finite, a scalar on its device: from a reducer that knows it more cheaply than by looking, or whose
+    # mean is complete only after `finish`. Before `finish` is called it becomes, in place, whether those of all buckets
+    # of the step are: a GradScaler skips the step as a whole, and then no memory may have moved.
+    good: Tensor | None = None
+
+
+Exchange: TypeAlias = Rounds[Reduced]
+
+
+class PendingExchange(Generic[Answer]):
+    """One exchange with its current round outstanding; the first leaves when it is made."""
+
+    def __init__(self, rounds: Rounds[Answer], group: Group, ledger: Ledger) -> None:
+        self.launched = 0  # rounds so far
+        self.over = False
+        self._rounds, self._group, self._ledger = rounds, group, ledger
+        self._handle: Handle | None = None
+        self._answer: Tensor | None = None
+        self._result: Answer | None = None
+        self._proceed(None)
+
+    @property
+    def result(self) -> Answer:
+        assert self.over, "the exchange is not complete yet"
+        return cast(Answer, self._result)
+
+    def wait(self) -> None:
+        """Wait for the round that is outstanding, and go no further."""
+        if self._handle is None:
+            return
+        start = time.perf_counter()
+        with self._explained():
+            self._answer = self._handle.wait()
+        blocking = self._answer.device.type == "cpu"
+        self._ledger.wait(time.perf_counter() - start if blocking else None)
+        self._handle = None
+
+    def advance(self) -> bool:
+        """Wait for the round that is outstanding and launch the next one; False once `result` is in."""
+        if not self.over:
+            self.wait()
+            self._proceed(self._answer)
+        return not self.over
+
+    def complete(self) -> Answer:
+        """Go through all rounds that are left."""
+        while self.advance():
+            pass
+        return self.result
+
+    def abandon(self, seconds: float) -> bool:
+        """Forget the exchange; False: its round is outstanding even after so long, as a peer never launched its part."""
+        self._rounds.close()
+        return self._handle is None or self._handle.settle(seconds)
+
+    def _proceed(self, answer: Tensor | None) -> None:
+        self._answer = None  # the generator may now free what it was sent
+        began = time.perf_counter()
+        try:
+            collective = next(self._rounds) if answer is None else self._rounds.send(answer)
+            while collective.tensor.numel() == 0:  # nothing to send: not worth a message
+                collective = self._rounds.send(collective.blank(self._group.world))
+        except StopIteration as stop:
+            self._result, self.over = stop.value, True
+            return
+        finally:
+            self._ledger.work_seconds += time.perf_counter() - began
+        world = self._group.world
+        self._ledger.launch(collective, world)
+        self._sent = f"{collective.kind} of {collective.payload_bytes} bytes among {world} ranks"
+        with self._explained():
+            self._handle = self._group.launch(collective)
+        self.launched += 1
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost(error):
+                raise
+            raise CommunicationError(f"{self._sent} failed: {error}") from error
+
+
+def complete(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:
+    """Run an exchange to its end and return its result."""
+    return PendingExchange(rounds, group, ledger).complete()

@@ -1,0 +1,194 @@
+"""The gradient hook: runs a reducer inside DDP's backward."""
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from laconic.comm import group as polling
+from laconic.comm.bucket import Bucket, Slot
+from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.group import CommunicationError, Group
+from laconic.comm.inspection import Inspector
+from laconic.comm.ledger import Ledger
+from laconic.comm.pipeline import Pipeline
+from laconic.reducers.base import Reducer
+
+# A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
+DEPTH = 1
+
+
+@dataclass(frozen=True)
+class _Layout:
+    key: tuple[int, ...]  # of which parameters, by id
+    names: list[str]
+    slots: list[Slot]
+
+
+class _Arrived(NamedTuple):
+    """A bucket of the backward that is running."""
+
+    exchange: PendingExchange[Reduced]
+    future: Future[Tensor]
+
+
+class GradientHook:
+    """Averages DDP's buckets by a reducer: first rounds at once, later rounds in one fixed order.
+
+    A bucket's first round leaves as soon as DDP has filled the bucket. Its later ones leave from the pipeline alone: the next
+    when a later bucket arrives, the rest when the last bucket has arrived. Which one leaves when depends on bucket numbers
+    only, never on what has arrived, so the order is the same on all ranks whatever their speed. No memory is written before
+    every bucket has arrived and every exchange is over: a backward that fails half-way leaves nothing behind.
+
+    How many rounds an exchange has is known only when it ends. So each bucket is expected to take as many as in the exchange
+    before; in the first exchange of a layout, later rounds wait for the last bucket.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        group: Group,
+        names: Mapping[int, str],
+        memory: Mapping[str, Slot],
+        ledger: Ledger,
+        depth: int = DEPTH,
+    ) -> None:
+        self.reducer = reducer
+        self.group = group  # read at every bucket; changed from outside, between steps
+        self.step = 0  # the run's clock, set from outside
+        self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
+        self.strategy = ""  # what a person calls it, in errors
+        self.exchanges = 0  # of all gradients, so far
+        self.inspector = Inspector()
+        self._names, self._memory, self._ledger = names, memory, ledger
+        self._depth = depth
+        self._layouts: list[_Layout] = []
+        self._expected: dict[Hashable, int] = {}  # rounds of each bucket, by its number
+        self._pipeline = self._new_pipeline()
+        self._arrived: list[_Arrived] = []
+        self._last = -1  # DDP's number of the bucket that came last
+
+    def use(self, reducer: Reducer, group: Group) -> None:
+        """Average by another reducer, or with others, from the next backward on; all ranks together.
+
+        What is expected is forgotten even if nothing is new here: a Release may be new on a rank that holds residuals, and
+        not on others, and all ranks must expect alike.
+        """
+        self.reducer, self.group = reducer, group
+        self._expected.clear()
+
+    def layout(self) -> list[list[str]]:
+        """Parameter names, bucket by bucket, as of the last backward."""
+        return [list(layout.names) for layout in self._layouts]
+
+    def arrive(self, gradients: dist.GradBucket) -> Future[Tensor]:
+        """DDP has filled a bucket; the future gets the mean."""
+        index = gradients.index()
+        if index <= self._last:
+            self.settle()  # another backward
+        self._last = index
+        number = len(self._arrived)
+        try:
+            if number == 0:
+                self._pipeline = self._new_pipeline()
+            bucket = self._bucket(gradients, number)
+            rounds = self.inspector.inspect(self.reducer.reduce, bucket)
+            exchange = self._pipeline.add(number, rounds, last=gradients.is_last())
+            future = new_future(bucket.flat.device)
+            self._arrived.append(_Arrived(exchange, future))
+            if gradients.is_last():
+                self._finish()
+        except Exception as error:
+            self._abandon(0)  # if a collective failed, there is no point in waiting for others of the same group
+            where = f"{self.strategy or self.reducer}, step {self.step + 1}, averaging gradients of bucket {index}"
+            if isinstance(error, CommunicationError):
+                raise CommunicationError(f"{where}: {error}") from error
+            error.add_note(f"laconic: {where}")
+            raise
+        return future
+
+    @property
+    def idle(self) -> bool:
+        """Whether no bucket is outstanding."""
+        return not self._arrived
+
+    def finish(self) -> None:
+        """Complete what is outstanding: no further bucket will come."""
+        if self._arrived:
+            self._finish()
+
+    def settle(self) -> None:
+        """Forget the exchanges of a backward that never came to its end."""
+        if not self._abandon(polling.POLL_SECONDS):
+            warnings.warn(
+                "a backward failed while collectives were outstanding, and a peer never launched its part of them; "
+                "destroy the process group before you communicate again",
+                stacklevel=2,
+            )
+
+    def _new_pipeline(self) -> Pipeline:
+        return Pipeline(self.group, self._ledger, self._expected, depth=self._depth)
+
+    def _abandon(self, seconds: float) -> bool:
+        self._arrived = []
+        return self._pipeline.abandon(seconds)
+
+    def _finish(self) -> None:
+        self._pipeline.finish()
+        results = [arrived.exchange.result for arrived in self._arrived]
+        _share_verdict(results)
+        for arrived, result in zip(self._arrived, results, strict=True):
+            result.finish()
+            arrived.future.set_result(result.mean)
+        del self._layouts[len(self._arrived) :]
+        self._arrived, self._last = [], -1
+        self.exchanges += 1
+
+    def _bucket(self, gradients: dist.GradBucket, number: int) -> Bucket:
+        flat = gradients.buffer()
+        parameters = gradients.parameters()
+        key = tuple(map(id, parameters))
+        if number >= len(self._layouts) or self._layouts[number].key != key:
+            # DDP rebuilds its buckets once, after the first backward.
+            names = [self._names[id(parameter)] for parameter in parameters]
+            self._layouts[number:] = [_Layout(key, names, [self._memory[name] for name in names])]
+            for later in [known for known in self._expected if isinstance(known, int) and known >= number]:
+                del self._expected[later]
+        elif gradients.is_last():
+            del self._layouts[number + 1 :]
+        layout, group = self._layouts[number], self.group
+        return Bucket(
+            flat,
+            gradients.gradients(),
+            layout.names,
+            layout.slots,
+            group.rank,
+            group.world,
+            self.step,
+            self.exchanges,
+            self.scale(),
+        )
+
+
+def _share_verdict(results: Sequence[Reduced]) -> None:
+    """One bucket that is not finite keeps the memory of all as it was."""
+    verdicts = [result.good for result in results if result.good is not None]
+    if len(verdicts) > 1:
+        whole = torch.stack([verdict.to(verdicts[0].device) for verdict in verdicts]).all()
+        for verdict in verdicts:
+            verdict.copy_(whole)
+
+
+def _one() -> float:
+    return 1.0
+
+
+def new_future(device: torch.device) -> Future[Tensor]:
+    """A future of a tensor on that device."""
+    # A future of accelerator tensors must be told the device, so that whoever waits orders its stream behind the result.
+    return Future() if device.type == "cpu" else Future(devices=[device])

@@ -1,0 +1,1 @@
+"""Averaging between steps: parameters, deltas, fragments, what is outstanding, the optimizers' moments, outliers."""

@@ -1,0 +1,311 @@
+"""Averaging of how far replicas have come from a common anchor, at once or while training goes on."""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.comm.bucket import RESIDUAL, Bucket, Slot
+from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.group import TorchGroup
+from laconic.comm.inspection import Inspector, sync_of_deltas
+from laconic.comm.ledger import Ledger
+from laconic.comm.pipeline import Pipeline
+from laconic.comm.tensors import local, squared_norm, unflatten
+from laconic.local.anchors import Anchors, InnerGroups
+from laconic.local.fragments import buckets
+from laconic.local.outliers import Norms
+from laconic.local.outstanding import FragmentExchange, PendingBucket
+from laconic.local.parameters import WINDOW
+from laconic.ranks.presence import Heartbeat, heartbeat
+from laconic.reducers.base import finite
+from laconic.strategies.strategy import Deltas
+
+HEARTBEAT = None  # the key of a heartbeat in a pipeline; those of buckets are their first parameters' names
+
+
+class DeltaAverager:
+    """Sends anchor - parameters by any reducer, and moves the anchor by an outer optimizer's step on the mean.
+
+    Maths, for each fragment: delta = mean of anchor - x as x was when it left; anchor <- outer(anchor, delta) when the
+    exchange is complete; x <- blend * x + (1 - blend) * there, where `there` is the anchor or, with `carry`, the anchor + x - x
+    as it was when it left: what a replica learns while its delta is outstanding counts in its next one.
+    Bytes: the reducer's.  Memory: the anchor, what the outer optimizer keeps, and the deltas that are outstanding.
+
+    The i-th of R rounds of an outstanding exchange leaves i * delay / R steps after the first, whatever has arrived by then, so
+    that all ranks send in the same order. (R is known from a bucket's last exchange; in its first one, later rounds leave when
+    it is due.) A sync in which a delta is not finite on any rank, or out of line with those before, moves nothing: all replicas
+    go back to the anchor. Nothing is written before all buckets have arrived: a collective that fails leaves parameters and
+    anchors as they were.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        fragments: Sequence[Sequence[str]],
+        deltas: Deltas,
+        group: TorchGroup,
+        ledger: Ledger,
+        control: Ledger,
+        device: torch.device,
+        inner: InnerGroups,
+        rates: bool,
+        on_reset: Callable[[Sequence[str]], None],
+        inspector: Inspector,
+    ) -> None:
+        self.fragments = fragments
+        self._given = dict(parameters)
+        self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
+        self._inspector = inspector
+        self._on_reset = on_reset  # given the names of parameters that went back to the anchor
+        self._rates = [rate for _, rate in inner] if rates else []
+        self._memory: dict[str, Slot] = {name: {} for name in parameters}
+        self._exchanges = [0] * len(fragments)  # that each fragment has begun
+        self._expected: dict[Hashable, int] = {}  # rounds that a bucket took in its last exchange, by its first parameter
+        self.skipped = 0  # syncs that moved nothing
+        self._norms = [Norms(deltas.outlier) for _ in fragments]
+        self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
+        self._outstanding: list[FragmentExchange] = []
+        tensors = {name: local(parameter) for name, parameter in parameters.items()}
+        self._buckets = [buckets(tensors, names) for names in fragments]
+        self.anchors = Anchors(tensors, deltas.outer, inner, offload=deltas.offload)
+
+    @property
+    def drifted(self) -> bool:
+        """Whether replicas may differ."""
+        return len(self._clean) < len(self.fragments)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether an exchange is outstanding."""
+        return bool(self._outstanding)
+
+    def drift(self) -> None:
+        """A local step has been taken."""
+        self._clean.clear()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin a period here: replicas are equal, and where they are is the anchor."""
+        assert not self._outstanding, "what is outstanding has to be completed first"
+        for name, anchor in self.anchors.by_name.items():
+            anchor.copy_(self._parameter(name))
+        self._clean = set(range(len(self.fragments)))
+
+    @torch.no_grad()
+    def advance(self, step: int, departures: Iterable[int]) -> dict[int, Heartbeat]:
+        """After `step` completed steps: complete or send on what is outstanding, launch these fragments.
+
+        Returns the fragments that are complete now, with what ranks told each other when these left.
+        """
+        delay = self._deltas.delay
+        complete = [one for one in self._outstanding if step >= one.launched + delay]
+        for one in complete:
+            self._finish(one)
+        for one in self._outstanding:
+            one.pipeline.advance(step - one.launched, delay)
+        if delay:
+            self._apply(complete)
+            self._outstanding += [self._launch(number, step, self._filled(number, step)) for number in departures]
+        else:
+            complete = [self._exchange(number, step) for number in departures]
+            self._apply(complete)
+        return {one.fragment: one.heartbeat.result for one in complete}
+
+    @torch.no_grad()
+    def complete_all(self) -> None:
+        """Complete everything that is outstanding, before its time."""
+        for one in list(self._outstanding):
+            self._finish(one)
+            self._apply([one])
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """What error feedback still holds goes into the parameters, once, and is forgotten."""
+        for name, slot in self._memory.items():
+            if RESIDUAL in slot:
+                self._parameter(name).sub_(slot.pop(RESIDUAL))
+
+    def abandon(self) -> None:
+        """Forget what is outstanding."""
+        for one in self._outstanding:
+            one.pipeline.abandon(0)
+        self._outstanding = []
+
+    # One exchange
+
+    def _exchange(self, fragment: int, step: int) -> FragmentExchange:
+        """At once, a few buckets outstanding at a time; none where the heartbeat says that the sync is to be skipped."""
+        square = squared_norm(self._delta(name) for name in self.fragments[fragment])
+        pipeline = Pipeline(self._group, self._ledger, {}, window=WINDOW)
+        exchange = FragmentExchange(fragment, step, self._heartbeat(pipeline, step, square), [], pipeline)
+        self._judge(exchange)
+        if exchange.problem is None:
+            for bucket in self._filled(fragment, step):
+                exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket)))
+        pipeline.finish()
+        return exchange
+
+    def _launch(self, fragment: int, step: int, filled: Iterable[Bucket]) -> FragmentExchange:
+        """All buckets, of which the first rounds leave now."""
+        filled = list(filled)
+        pipeline = Pipeline(self._group, self._ledger, self._expected)
+        present = self._heartbeat(pipeline, step, squared_norm(bucket.flat for bucket in filled))
+        exchange = FragmentExchange(fragment, step, present, [], pipeline)
+        for bucket in filled:
+            delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
+            exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket), delta))
+        return exchange
+
+    def _heartbeat(self, pipeline: Pipeline, step: int, square: float) -> PendingExchange[Heartbeat]:
+        rounds = heartbeat(step, square, [rate() for rate in self._rates], self._group, self._device)
+        return pipeline.add(HEARTBEAT, rounds, ledger=self._control)
+
+    def _add(self, pipeline: Pipeline, bucket: Bucket) -> PendingExchange[Reduced]:
+        return pipeline.add(bucket.names[0], self._inspector.inspect(self._deltas.reducer.reduce, bucket))
+
+    def _finish(self, exchange: FragmentExchange) -> None:
+        exchange.pipeline.finish()
+        self._outstanding.remove(exchange)
+        self._judge(exchange)
+
+    def _judge(self, exchange: FragmentExchange) -> None:
+        """Whether it is in line with those before; the same answer on all ranks."""
+        exchange.problem = self._norms[exchange.fragment].problem(exchange.heartbeat.complete().squares)
+
+    # What comes of it
+
+    def _apply(self, exchanges: Sequence[FragmentExchange]) -> None:
+        """Move the anchors by one step of the outer optimizer over all fragments that are complete, then the parameters."""
+        carried: dict[str, Tensor] = {}
+        means: dict[str, Tensor] = {}
+        bad: list[str] = []
+        for exchange in exchanges:
+            self.anchors.use_rates(exchange.heartbeat.result.rates)
+            for pending in exchange.buckets if exchange.problem is None else ():
+                names, result = pending.bucket.names, pending.exchange.result
+                good = bool(finite(result.mean) if result.good is None else result.good)
+                result.finish()
+                if good:
+                    means |= zip(names, unflatten(result.mean, pending.bucket.views), strict=True)
+                    carried |= self._progress(pending)
+                else:
+                    bad += names
+        if means:
+            self.anchors.step(means)
+        for exchange in exchanges:
+            if exchange.problem is not None:
+                self._skip(exchange.fragment, exchange.problem, exchange.launched)
+                continue
+            for name in self.fragments[exchange.fragment]:
+                self._move(name, carried.get(name), blend=0.0 if name in bad else self._deltas.blend)
+            self._note(exchange)
+        if bad:
+            self.skipped += 1
+            self._on_reset(bad)
+            warnings.warn(
+                f"a mean delta is not finite although each rank's was (among {bad[0]}, ...); these parameters go back "
+                "to where they were after the last exchange",
+                stacklevel=2,
+            )
+
+    def _move(self, name: str, carried: Tensor | None, blend: float) -> None:
+        """A parameter goes to its anchor, with what it learnt on the way, or some of the way there."""
+        parameter = self._parameter(name)
+        there = self.anchors[name].to(parameter.device)
+        if carried is not None:
+            there = carried.add_(there)
+        parameter.copy_(there if blend == 0 else torch.lerp(there, parameter.to(there.dtype), blend))
+
+    def _note(self, exchange: FragmentExchange) -> None:
+        if self._inspector.watching:
+            means = squared_norm(pending.exchange.result.mean for pending in exchange.buckets)
+            squares, rank = exchange.heartbeat.result.squares, self._group.rank
+            self._inspector.syncs.append(sync_of_deltas(exchange.launched, squares, rank, means))
+        if self._deltas.blend == 0 and not (self._deltas.carry and self._deltas.delay):
+            self._clean.add(exchange.fragment)
+
+    def _skip(self, fragment: int, problem: str, step: int) -> None:
+        """The sync moves nothing: all replicas go back to the anchor."""
+        names = self.fragments[fragment]
+        self.skipped += 1
+        self._on_reset(names)
+        for name in names:
+            self._parameter(name).copy_(self.anchors[name])
+        self._clean.add(fragment)
+        warnings.warn(
+            f"the sync of step {step} is skipped: {problem}; all replicas go back to where they were after the last one",
+            stacklevel=2,
+        )
+
+    def _progress(self, pending: PendingBucket) -> dict[str, Tensor]:
+        """With `carry`, how far parameters have come since their deltas left."""
+        if not self._deltas.carry or pending.delta is None:
+            return {}
+        moved = unflatten(pending.delta, pending.bucket.views)  # anchor - x then, and the anchor is still the same one
+        for name, step in zip(pending.bucket.names, moved, strict=True):
+            step.sub_(self.anchors[name].to(step.device)).add_(self._parameter(name))
+        return dict(zip(pending.bucket.names, moved, strict=True))
+
+    def _parameter(self, name: str) -> Tensor:
+        """Looked up at each use: `model.to()` gives a parameter another storage."""
+        return local(self._given[name])
+
+    def _delta(self, name: str) -> Tensor:
+        return self.anchors[name] - self._parameter(name).to(self.anchors[name].device)
+
+    # Buckets
+
+    def _filled(self, fragment: int, step: int) -> Iterable[Bucket]:
+        number = self._exchanges[fragment]
+        self._exchanges[fragment] += 1
+        for names in self._buckets[fragment]:
+            bucket = self._bucket(names, step, number)
+            for name, view in zip(names, bucket.views, strict=True):
+                torch.sub(self.anchors[name].to(view.device), self._parameter(name), out=view)
+            yield bucket
+
+    def _bucket(self, names: Sequence[str], step: int, number: int) -> Bucket:
+        like = [self.anchors[name] for name in names]
+        device = self._parameter(names[0]).device
+        flat = torch.empty(sum(anchor.numel() for anchor in like), dtype=like[0].dtype, device=device)
+        slots = [self._memory[name] for name in names]
+        return Bucket(flat, unflatten(flat, like), names, slots, self._group.rank, self._group.world, step, number)
+
+    # State
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, by parameter name."""
+        return {
+            **self.anchors.state(),
+            "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
+            "exchanges": list(self._exchanges),
+            "norms": [norms.norms for norms in self._norms],
+            "skipped": self.skipped,
+            "clean": sorted(self._clean),
+            "outstanding": [exchange.state() for exchange in self._outstanding],
+        }
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any], step: int) -> None:
+        """Go on where `state` was taken: what was outstanding is sent again, by all ranks together."""
+        self.anchors.load(state)
+        for name, slot in self._memory.items():
+            device = self._parameter(name).device
+            slot.clear()
+            slot.update({key: value.to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})
+        self._exchanges, self._clean, self._outstanding = list(state["exchanges"]), set(state["clean"]), []
+        self._norms = [Norms(self._deltas.outlier, norms) for norms in state["norms"]]
+        self.skipped = state["skipped"]
+        for entry in state["outstanding"]:
+            fragment, launched, filled = entry["fragment"], entry["launched"], []
+            for names in self._buckets[fragment]:
+                bucket = self._bucket(names, launched, self._exchanges[fragment] - 1)
+                for name, view in zip(names, bucket.views, strict=True):
+                    view.copy_(entry["deltas"][name])
+                filled.append(bucket)
+            exchange = self._launch(fragment, launched, filled)
+            exchange.pipeline.advance(step - launched, self._deltas.delay)
+            self._outstanding.append(exchange)

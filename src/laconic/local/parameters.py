@@ -1,0 +1,123 @@
+"""Averaging of parameters, in place."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.comm.bucket import Bucket
+from laconic.comm.collectives import AllGather
+from laconic.comm.exchange import Exchange, PendingExchange, Reduced
+from laconic.comm.group import Group
+from laconic.comm.ledger import Ledger
+from laconic.comm.pipeline import Pipeline
+from laconic.comm.tensors import local, squared_norm, stored
+from laconic.reducers.base import Reducer
+from laconic.reducers.cast import DTYPES, Cast
+from laconic.reducers.exact import Exact
+
+CHUNK_BYTES = 4 << 20
+WINDOW = 4  # chunks outstanding at a time: while some travel, another is filled or emptied
+
+
+class ParameterAverager:
+    """Replaces named tensors by their mean over the group; storage, memory format and dtype stay.
+
+    Maths: fp32 by an all-reduce; 16-bit tensors travel in their own dtype and are summed in fp32, so that averaging
+    identical replicas changes no bit. Of integers, such as the counters of BatchNorm, the largest is taken.
+    Bytes: 2(N-1)/N * n * itemsize; of integers (N-1) * n * itemsize.
+    Memory: a few chunks of 4 MiB, however large the tensors are; with `atomic`, as much as the tensors themselves.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], ledger: Ledger) -> None:
+        parts = [local(tensor) for tensor in tensors.values()]
+        self._tensors = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+        self._ledger = ledger
+
+    def average(self, group: Group, *, atomic: bool = False, measure: bool = False) -> float | None:
+        """All ranks of the group together. With `measure`, how far this rank's tensors were from the mean: a norm.
+
+        With `atomic`, nothing is written before everything has arrived: a peer that is lost on the way leaves all tensors as
+        they were, else some of them averaged.
+        """
+        moved = self._replace(group, mean, atomic, measure)
+        return math.sqrt(moved) if measure else None
+
+    def adopt_first(self, group: Group) -> None:
+        """Instead of the mean, what the group's first rank has. Bytes: (N-1) * n * itemsize."""
+        self._replace(group, _first)
+
+    @torch.no_grad()
+    def _replace(
+        self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], atomic: bool = False, measure: bool = False
+    ) -> float:
+        moved = 0.0
+        views = [stored(tensor) for tensor in self._tensors]
+        flats = [tensor.flatten() if view is None else view for tensor, view in zip(self._tensors, views, strict=True)]
+        means = self._means(flats, group, exchange)
+        for pieces, replacement in list(means) if atomic else means:
+            for target, piece in zip(pieces, torch.split(replacement, [piece.numel() for piece in pieces]), strict=True):
+                if measure:
+                    moved += squared_norm([target - piece])
+                target.copy_(piece)
+        for tensor, view, flat in zip(self._tensors, views, flats, strict=True):
+            if view is None:  # it has gaps in memory, and was copied
+                tensor.copy_(flat.view(tensor.shape))
+        return moved
+
+    def _means(
+        self, flats: Sequence[Tensor], group: Group, exchange: Callable[[Tensor, int, int], Exchange]
+    ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+        """Chunk by chunk, its pieces and what they are to become."""
+        pipeline = Pipeline(group, self._ledger, {}, window=WINDOW)
+        pending: deque[tuple[Sequence[Tensor], PendingExchange[Reduced]]] = deque()
+        for number, pieces in enumerate(chunks(flats)):
+            if len(pending) == WINDOW:
+                yield _completed(*pending.popleft())
+            pending.append((pieces, pipeline.add(number, exchange(torch.cat(list(pieces)), group.rank, group.world))))
+        pipeline.finish()
+        while pending:
+            yield _completed(*pending.popleft())
+
+
+def chunks(flats: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Pieces of flat tensors, of one dtype and device and `CHUNK_BYTES` at most together; large tensors are cut."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for flat in flats:
+        kinds.setdefault((flat.dtype, flat.device), []).append(flat)
+    for (dtype, _), alike in kinds.items():
+        limit, chunk, room = CHUNK_BYTES // dtype.itemsize, [], CHUNK_BYTES // dtype.itemsize  # type: int, list[Tensor], int
+        for flat in alike:
+            while flat.numel():
+                piece, flat = flat[:room], flat[room:]
+                chunk.append(piece)
+                room -= piece.numel()
+                if room == 0:
+                    yield chunk
+                    chunk, room = [], limit
+        if chunk:
+            yield chunk
+
+
+def mean(flat: Tensor, rank: int, world: int) -> Exchange:
+    """The exchange that averages one chunk."""
+    if not flat.dtype.is_floating_point:
+        return _largest(flat)
+    reducer: Reducer = next((Cast(name) for name, known in DTYPES.items() if known == flat.dtype), Exact())
+    return reducer.reduce(Bucket(flat, [flat], [""], [{}], rank, world))
+
+
+def _largest(flat: Tensor) -> Exchange:
+    return Reduced((yield AllGather(flat)).amax(0))
+
+
+def _first(flat: Tensor, rank: int, world: int) -> Exchange:
+    return Reduced((yield AllGather(flat))[0])
+
+
+def _completed(pieces: Sequence[Tensor], exchange: PendingExchange[Reduced]) -> tuple[Sequence[Tensor], Tensor]:
+    result = exchange.complete()
+    result.finish()
+    return pieces, result.mean

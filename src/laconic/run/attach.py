@@ -1,0 +1,103 @@
+"""Attaching a strategy to a model and its optimizers."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic._torch.process_groups import control_device, default_group
+from laconic.comm.group import TorchGroup
+from laconic.ranks.agreement import agree
+from laconic.run.engine import Engine
+from laconic.run.environment import explain_unread
+from laconic.run.plan import check
+from laconic.run.run import Run, engine_of
+from laconic.strategies.strategy import Strategy
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    strategy: Strategy | str,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    uneven: Literal["error", "stop"] = "error",
+    mesh: DeviceMesh | None = None,
+    check_every: int = 0,
+) -> Run:
+    """Train `model` by `strategy`, with the loop as it is.
+
+    All ranks call this together. They compare what they were given, and any difference is an error on all of them.
+
+    - `model`: a DistributedDataParallel; or any module, where the strategy never averages gradients. Such a module starts on
+      all ranks with the first one's numbers, as a DistributedDataParallel does.
+    - `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
+    - `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`.
+    - `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too.
+    - `uneven`: what happens where ranks run out of batches at different steps. "error" names them; "stop" lets all stop
+      together, for the price of a one-byte collective before each exchange.
+    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`.
+    - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
+      `check_replicas`.
+
+    >>> import torch, laconic
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "bf16()") as run:
+    ...     for batch in torch.ones(3, 8, 4):
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> run.stats().steps, run.stats().payload_bytes
+    (3, 60)
+
+    The same with every argument, on a model that is not wrapped:
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> bare, scaler = torch.nn.Linear(4, 2), torch.amp.GradScaler("cpu")
+    >>> weight, bias = torch.optim.SGD([bare.weight], lr=0.1), torch.optim.SGD([bare.bias], lr=0.1)
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("inner",))
+    >>> with laconic.attach(
+    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10
+    ... ) as run:
+    ...     for batch in torch.ones(4, 8, 4):
+    ...         scaler.scale(bare(batch).sum()).backward()
+    ...         scaler.step(weight)
+    ...         scaler.step(bias)
+    ...         scaler.update()
+    >>> run.stats().syncs
+    2
+    >>> torch.distributed.destroy_process_group()
+    """
+    explain_unread()
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group() first"
+        )
+    process_group = model.process_group if isinstance(model, DistributedDataParallel) else default_group()
+    group, device = TorchGroup(process_group), control_device(process_group)
+    try:
+        plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world, check_every)
+    except (TypeError, ValueError) as problem:
+        agree([], problem, group, device)
+        raise
+    identity = agree(plan.facts(), None, group, device)
+    return Run(Engine(plan, process_group, identity))
+
+
+def check_replicas(run: Run) -> None:
+    """Raise `ReplicaError` where what must be the same on all ranks is not; all ranks together.
+
+    That is the parameters, unless steps have been taken apart, and the anchors with the outer optimizer's memory of them.
+    Bytes: (N-1) * 16 a tensor.
+    """
+    engine = engine_of(run)
+    engine.require_live("check_replicas")
+    engine.compare_replicas()

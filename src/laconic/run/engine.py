@@ -1,0 +1,371 @@
+"""A strategy at work: what happens between the lines of the user's loop."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic._torch.optimizers import loss_scale, scaler_tensors
+from laconic._torch.process_groups import control_device, store_of
+from laconic.comm.bucket import Slot
+from laconic.comm.exchange import complete
+from laconic.comm.group import CommunicationError, TorchGroup
+from laconic.comm.inspection import Inspector
+from laconic.comm.scopes import BACKGROUND
+from laconic.gradients.bucket_order import BucketOrder
+from laconic.gradients.dispatcher import Dispatcher
+from laconic.gradients.hook import GradientHook
+from laconic.local.parameters import ParameterAverager
+from laconic.local.updates import LocalUpdates
+from laconic.ranks.agreement import gather_texts
+from laconic.ranks.groups import Groups
+from laconic.ranks.presence import Presence, UnevenError, still_training
+from laconic.ranks.replicas import compare
+from laconic.run.clock import Clock
+from laconic.run.plan import Plan, attached, scopes, unwrapped
+from laconic.run.residuals import Residuals
+from laconic.run.state import memory_of
+from laconic.run.stats import Counter, Observer
+from laconic.strategies.routes import silent
+from laconic.strategies.strategy import Averaging, Strategy
+
+
+class Stop(BaseException):
+    """Another rank has run out of batches: leave the block, quietly. Not an Exception, so that no user's handler keeps it."""
+
+
+class Engine:
+    """The parts of a run, and how they work together at each step.
+
+    `Run` is what a user sees of it. The packages above this one (checkpoint, meter, script) get it by `engine_of(run)`; what
+    is for them is under "For the packages above" below, and nothing else of the engine is.
+
+    The optimizers keep it alive, also where the caller drops the run; `stop` takes everything off again.
+    """
+
+    def __init__(self, plan: Plan, process_group: dist.ProcessGroup, identity: str) -> None:
+        self.strategy = plan.strategy
+        self.module, self.parameters, self.optimizers = plan.module, plan.parameters, plan.optimizers
+        self.uneven, self.scaler, self.mesh, self._check_every = plan.uneven, plan.scaler, plan.mesh, plan.check_every
+        self.ddp = plan.ddp  # let go of by `stop`: a dead DDP must not linger beside a new one over the same module
+        self.device = control_device(process_group)
+        names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
+        self.memory: dict[str, Slot] = {name: {} for name in names.values()}
+        self.residuals = Residuals(self.memory)
+        self.whose = memory_of(plan.strategy)  # each key of the memory is, also of strategies before this one
+        self.counter = Counter()
+        members = dist.get_process_group_ranks(process_group)
+        presence = self.presence = Presence(store_of(process_group), identity, process_group.rank(), members)
+        checks = presence.check_peers, presence.check_peers_in_background
+        self.groups = Groups(process_group, identity, scopes(plan.strategy), plan.mesh, self.device, *checks)
+        self.group = self.groups.world
+        self.inspector = Inspector()
+        self.observers: list[Observer] = []
+        self.live, self.in_consensus = True, False
+        self.unequal = False  # it has ended, or is to end, with replicas that differ, and that is the user's wish
+        self._failure: str | None = None
+        self._last_task: Callable[[bool], object] | None = None
+        self.hook: GradientHook | None = None
+        self.order: BucketOrder | None = None
+        if plan.ddp is not None:
+            self.hook = GradientHook(plan.strategy.reducer, self.group, names, self.memory, self.counter.training)
+            if plan.scaler is not None and plan.scaler.is_enabled():
+                self.hook.scale = loss_scale(plan.scaler)
+            self.hook.strategy, self.hook.inspector = str(plan.strategy), self.inspector
+            self.order = BucketOrder(plan.ddp)
+            self._dispatcher = Dispatcher.of(plan.ddp)
+            self._dispatcher.target = self.hook
+            self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
+        self._watch_order()
+        self.clock = Clock(plan.optimizers, plan.scaler, self._after_step)
+        attached.update(plan.optimizers)
+        if plan.ddp is None:
+            # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
+            everything = {**dict(plan.module.named_parameters()), **self.buffers()}
+            ParameterAverager(everything, self.counter.control).adopt_first(self.group)
+        self.local = self._local_updates()
+        self.begin_step()
+
+    # The loop
+
+    def begin_step(self) -> None:
+        """Make ready for the step that comes: with whom gradients are averaged in it, if at all."""
+        step = self.presence.step = self.clock.step
+        if self.hook is not None:
+            group = self._partners(step)
+            self.hook.step = step
+            if (group or self.group) != self.hook.group:
+                self.hook.use(self.hook.reducer, group or self.group)
+            self._dispatcher.muted, self._dispatcher.apart = group is None, group is not self.group
+
+    def _partners(self, step: int) -> TorchGroup | None:
+        """Who averages gradients with this rank in the step after `step` completed ones."""
+        return self.groups.at(self.strategy.route.at(step))
+
+    def _after_step(self) -> None:
+        step = self.presence.step = self.clock.step
+        self.counter.step()
+        if self.order is not None and self.hook is not None and self.hook.exchanges:
+            self.order.settle()
+        partners = self._partners(step - 1)
+        if (partners.world if partners else 1) < self.group.world:
+            self.local.drift()
+        before = self.local.syncs
+        with self.during("averaging after the step"):
+            self.local.after_step(step, self.ensure_all_training)
+        if self.hook is not None:
+            self.residuals.drop_release(self.hook)
+        self.begin_step()
+        syncs = self.local.syncs if self.strategy.averaging else step
+        if self._check_every and syncs > (before if self.strategy.averaging else step - 1) and syncs % self._check_every == 0:
+            self.compare_replicas()
+        self.counter.note()
+        for observer in self.observers:
+            observer.stepped()
+
+    def _before_forward(self) -> None:
+        syncs = torch.is_grad_enabled() and self.ddp is not None and self.ddp.require_backward_grad_sync
+        if syncs and self._partners(self.clock.step) is not None:
+            self.ensure_all_training()
+
+    @property
+    def drifted(self) -> bool:
+        """Whether this replica may differ from the others."""
+        partners = self._partners(self.clock.step)
+        alone = (partners.world if partners else 1) < self.group.world
+        return self.local.drifted or (self.clock.between and alone)
+
+    def ensure_all_training(self) -> None:
+        """Where ranks may stop at different steps: make sure that all are here, or stop."""
+        if self.uneven == "stop" and not all(complete(still_training(True, self.device), self.group, self.counter.control)):
+            raise Stop
+
+    # What may go wrong
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What fails in here is said to have failed in this phase, and the other ranks are told."""
+        try:
+            yield
+        except CommunicationError as error:
+            self.report_failure(error)
+            raise CommunicationError(f"{self.strategy}, step {self.clock.step}, {phase}: {error}") from error
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the other ranks, if they can be told."""
+        if isinstance(error, UnevenError):
+            return  # `check_peers` has reported already
+        try:
+            self.presence.report(f"failed in step {self.clock.step + 1} with {type(error).__name__}: {error}")
+        except RuntimeError as lost:
+            error.add_note(f"laconic: the other ranks could not be told: {lost}")
+
+    def agree_on_drift(self) -> bool:
+        """Whether any replica may differ; clocks that differ are an error."""
+        self.ensure_all_training()
+        mine = gather_texts(f"{self.clock.step} {int(self.drifted)}", self.device)
+        steps, drifted = zip(*(row.split() for row in complete(mine, self.group, self.counter.control)), strict=True)
+        if len(set(steps)) > 1 and self.uneven == "error":
+            made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(self.group.members, steps, strict=True))
+            raise UnevenError(f"the ranks are not in step: {made}")
+        return "1" in drifted
+
+    def compare_replicas(self) -> None:
+        """Whether all ranks have the same bits where they must."""
+        with self.during("comparing replicas"):
+            parameters: dict[str, Tensor] = {} if self.agree_on_drift() else dict(self.parameters)
+            expected = {**parameters, **self.local.replicated()}
+            compare(expected, self.group, self.counter.control, self.device, self.clock.step)
+
+    # Change, and the end
+
+    def switch_to(self, strategy: Strategy, *, equal: bool = False) -> None:
+        """Go on by another strategy from the next step; all ranks together, and they agree on which.
+
+        Replicas that have drifted become equal first, unless they are said to be.
+        """
+        drifted = not equal and (self.agree_on_drift() or self.local.deltas is not None)
+        if drifted and (strategy.route.communicates or strategy.averaging or self.local.deltas):
+            self.local.equalise(self.counter.training, release=True)
+            if strategy.route.communicates:  # equal gradients keep replicas equal only if the optimizers' memory is equal, too
+                self.local.moments.equalise(self.group)
+                self._equalise_scaler()
+        drifted, before = self.drifted and not equal, self.local
+        if before.deltas is not None:
+            before.deltas.abandon()
+        self.strategy = strategy
+        self.whose |= memory_of(strategy)
+        self.groups.add(scopes(strategy))
+        self.local = self._local_updates()
+        self.local.syncs, self.local.skipped_before = before.syncs, before.skipped
+        if drifted:
+            self.local.drift()
+        if self.hook is not None:
+            self.hook.use(self.residuals.released_by(strategy.reducer), self.group)
+            self.hook.strategy = str(strategy)
+        self._watch_order()
+        self.begin_step()
+
+    def make_equal(self) -> None:
+        """At the end: replicas become their mean, unless users have loaded parameters of their own on some ranks alone."""
+        with self.during("making replicas equal"):
+            restored = self.presence.restored()
+            if any(restored):
+                self.local.discard_outstanding()
+            if not any(restored) or all(restored):
+                self.local.equalise(self.counter.training)
+            else:
+                self.unequal = True
+
+    def end(self, failed: bool) -> None:
+        """The run is over: the last task is done, observers are told, everything is taken off. Asks nobody."""
+        if not self.live:
+            return
+        self.live = False
+        task, self._last_task = self._last_task, None
+        try:
+            if task is not None:
+                task(failed)
+        finally:
+            for observer in self.observers:
+                observer.ended(self._failure)
+            drifted = self.drifted
+            self._stop()
+        if drifted and not failed and not self.unequal:
+            warnings.warn("detached while replicas differ; call sync() first to make them equal", stacklevel=3)
+
+    def _stop(self) -> None:
+        self.clock.stop()
+        if self.order is not None:
+            self.order.stop()
+        attached.difference_update(self.optimizers)
+        if self.ddp is not None:
+            self._dispatcher.release()
+            self.ddp = self.order = None
+        if self.local.deltas is not None:
+            self.local.deltas.abandon()
+        self.groups.close()
+
+    # For the packages above
+
+    @property
+    def model(self) -> nn.Module:
+        """What it is attached to."""
+        return self.module if self.ddp is None else self.ddp
+
+    @property
+    def step(self) -> int:
+        """Attempted optimizer steps so far."""
+        return self.clock.step
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every rank has the same parameters and optimizer state after every step."""
+        return self.strategy.averaging is None and self.strategy.route.scopes == {"world"} and not self.drifted
+
+    def require_live(self, what: str) -> None:
+        """Refuse what needs a run at work."""
+        if not self.live:
+            raise RuntimeError(f"{what}() needs a run that is attached; this one has been detached")
+        if self.in_consensus:
+            raise RuntimeError(f"{what}() can't be called inside consensus(): the parameters there are on loan")
+
+    def observe(self, observer: Observer) -> Inspector:
+        """Have it told of every step and of the end; the inspector is what it can look through."""
+        self.require_live("observe")
+        self.observers.append(observer)
+        return self.inspector
+
+    def background_group(self) -> TorchGroup:
+        """All its ranks on a gloo group that nobody else uses; all ranks ask for it together."""
+        self.groups.add([BACKGROUND])
+        return self.groups[BACKGROUND]
+
+    def before_detach(self, task: Callable[[bool], object]) -> None:
+        """Have this done last, while its process groups are still there, instead of what was to be done before.
+
+        It is told whether an exception ends the run.
+        """
+        self._last_task = task
+
+    def fail(self, error: BaseException) -> None:
+        """An exception ends it: the other ranks are told, and nobody is waited for."""
+        if self.live:
+            self._failure = f"{type(error).__name__}: {error}"
+            self.report_failure(error)
+            self.end(failed=True)
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the steps of another one over the same model; all ranks alike. If it shares parameters, it replaces."""
+        self.require_live("add_optimizer")
+        optimizer = unwrapped(optimizer)
+        if any(optimizer is known for known in self.optimizers):
+            raise ValueError(f"the run counts the steps of this {type(optimizer).__name__} already; each would count as two")
+        self.optimizers.append(optimizer)
+        self.clock.add(optimizer)
+        attached.add(optimizer)
+
+    def adopt_first(self) -> None:
+        """Every replica becomes the first rank's; all ranks together."""
+        self.require_live("adopt_first")
+        ParameterAverager(self.averaged(), self.counter.control).adopt_first(self.group)
+
+    def await_loads(self) -> None:
+        """Before a load in mid-run that other ranks may not know of: an error on all where some don't."""
+        self.require_live("load_state_dict")
+        self.presence.await_loads()
+
+    def keep_restored(self) -> None:
+        """Say before it ends that this rank's parameters were loaded by the user since the last step.
+
+        Nothing of the steps before goes into them any more. If all ranks say so, replicas become their mean; if only some do,
+        each keeps its own, and `unequal` is set: the user has yet to send them to the others.
+        """
+        self.presence.mark_restored()
+
+    def warn_if_still_warming_up(self) -> None:
+        """At the end: the strategy that was asked for has done nothing."""
+        if 0 < self.step <= self.strategy.warmup:
+            warnings.warn(
+                f"{self.strategy} never began: its warm-up of {self.strategy.warmup} steps lasted for all {self.step}",
+                stacklevel=3,
+            )
+
+    # Parts
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's, but for those that DDP is told to leave alone."""
+        ignored = set(self.ddp.parameters_to_ignore) if self.ddp else set()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in ignored}
+
+    def averaged(self) -> dict[str, Tensor]:
+        """All that is averaged between steps."""
+        return {**self.parameters, **self.buffers()}
+
+    def _local_updates(self) -> LocalUpdates:
+        return LocalUpdates(
+            self.strategy.averaging or Averaging(silent()),
+            self.parameters,
+            self.buffers,
+            self.optimizers,
+            self.groups,
+            self.counter.training,
+            self.counter.control,
+            self.device,
+            self.clock.step,
+            self.inspector,
+        )
+
+    def _watch_order(self) -> None:
+        if self.order is not None and self.strategy.route.communicates:
+            self.order.watch()
+
+    def _equalise_scaler(self) -> None:
+        """A loss scale that moved on one rank alone would scale gradients differently that are now averaged."""
+        if self.scaler is not None and self.scaler.is_enabled():
+            ParameterAverager(scaler_tensors(self.scaler), self.counter.control).adopt_first(self.group)

@@ -1,0 +1,112 @@
+"""Going on where a state was taken: by the same strategy, or by another one."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from laconic.run.engine import Engine
+from laconic.run.plan import check_route, check_sharded
+from laconic.run.state import VERSION, checked, kept_of, tied_to_strategy, upgraded, without_averaging
+from laconic.strategies.reading import saved
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """This rank's communication state, as plain data."""
+    if engine.hook is not None:
+        engine.hook.settle()
+    local = engine.local.state()
+    return {
+        "version": VERSION,
+        "rank": engine.group.rank,
+        "world": engine.group.world,
+        "kept": kept_of(engine.memory, local["deltas"]),
+        "strategy": str(engine.strategy),
+        "step": engine.clock.step,
+        "ahead": engine.clock.ahead,
+        "exchanges": engine.hook.exchanges if engine.hook else 0,
+        "counts": engine.counter.saved.state(),
+        "order": engine.order.known(engine.hook.layout()) if engine.order and engine.hook else None,
+        "local": local,
+        "whose": dict(engine.whose),
+        "memory": {name: dict(slot) for name, slot in engine.memory.items() if slot},
+    }
+
+
+def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state in today's words, with the text that its strategy has today.
+
+    Texts of the same strategy may differ: a class of the user's own was written `Name(...)` before it had a place.
+    """
+    state = upgraded(state)
+    try:
+        former = saved(str(state.get("strategy")))
+    except ValueError:
+        return state  # to be refused, unless it is the text of what is attached
+    return {**state, "strategy": str(engine.strategy if former == engine.strategy else former)}
+
+
+def check_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Raise if `load_state` would; nothing is changed."""
+    engine.require_live("load_state_dict")
+    chosen, state = str(engine.strategy), respelt(engine, state)
+    former = chosen if strict else str(state.get("strategy"))
+    checked(state, former, engine.group.rank, engine.parameters, engine.memory)
+    if former != chosen:
+        saved(former)  # says what is wrong with it
+
+
+def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Go on where `state` was taken; all ranks together. Nothing is changed if it doesn't fit."""
+    check_state(engine, state, strict=strict)
+    state = respelt(engine, state)
+    former, wanted = str(state["strategy"]), engine.strategy
+    if former == str(wanted):
+        _load(engine, state)
+        return
+    unused = tied_to_strategy(state)
+    if _fits(engine, former):
+        engine.switch_to(saved(former), equal=True)  # as good as: what differs is about to be overwritten
+        _load(engine, state)
+        with engine.during(f"going over to {wanted}"):
+            engine.switch_to(wanted)
+    else:
+        _load(engine, without_averaging(state, str(wanted)))
+        engine.local.drift()
+        with engine.during("making replicas equal"):
+            if engine.agree_on_drift():
+                engine.local.equalise(engine.counter.training)
+        unused += ["residuals of deltas"] if state["local"]["deltas"] is not None else []
+    warnings.warn(
+        f"the state is of {former}, and the run goes on by {wanted}: clock and residuals are taken over"
+        + (f"; not used: {', '.join(unused)}" if unused else ""),
+        stacklevel=3,
+    )
+
+
+def _load(engine: Engine, state: Mapping[str, Any]) -> None:
+    found = checked(state, str(engine.strategy), engine.group.rank, engine.parameters, engine.memory)
+    devices = {name: parameter.device for name, parameter in engine.module.named_parameters()}
+    for name, slot in engine.memory.items():
+        slot.clear()
+        slot.update({key: value.detach().to(devices[name], copy=True) for key, value in found.memory.get(name, {}).items()})
+    engine.clock.set(found.step, found.ahead)
+    engine.counter.load(found.counts)
+    engine.whose |= found.whose
+    engine.local.load(found.local, found.step)
+    if engine.hook is not None:
+        engine.hook.exchanges = found.exchanges
+        engine.hook.use(engine.residuals.released_by(engine.strategy.reducer), engine.group)
+    if engine.order is not None and found.order:
+        engine.order.take_over(found.order)
+    engine.begin_step()
+
+
+def _fits(engine: Engine, former: str) -> bool:
+    """Whether this world can go by it."""
+    try:
+        strategy = saved(former)
+        check_route(strategy, engine.ddp, engine.parameters, engine.group.world, engine.mesh)
+        check_sharded(strategy, engine.optimizers)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""What a run counts of itself, and who is told."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+from laconic.comm.collectives import Traffic
+from laconic.comm.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What so many steps have cost one rank."""
+
+    steps: int = 0
+    kinds: Mapping[str, Traffic] = field(default_factory=dict)  # by kind of collective
+    wait_seconds: float | None = 0.0
+    work_seconds: float = 0.0
+    background_bytes: int = 0
+
+    @property
+    def total(self) -> Traffic:
+        return sum(self.kinds.values(), Traffic())
+
+    def __add__(self, other: "Counts") -> "Counts":
+        none = Traffic()
+        kinds = {kind: self.kinds.get(kind, none) + other.kinds.get(kind, none) for kind in {**self.kinds, **other.kinds}}
+        known = self.wait_seconds is not None and other.wait_seconds is not None
+        return Counts(
+            self.steps + other.steps,
+            kinds,
+            (self.wait_seconds or 0.0) + (other.wait_seconds or 0.0) if known else None,
+            self.work_seconds + other.work_seconds,
+            self.background_bytes + other.background_bytes,
+        )
+
+    def __neg__(self) -> "Counts":
+        kinds = {kind: Traffic() - cost for kind, cost in self.kinds.items()}
+        waited = self.wait_seconds and -self.wait_seconds
+        return Counts(-self.steps, kinds, waited, -self.work_seconds, -self.background_bytes)
+
+    def state(self) -> dict[str, Any]:
+        """Plain data."""
+        kinds = {kind: [cost.payload_bytes, cost.wire_bytes, cost.collectives] for kind, cost in self.kinds.items()}
+        return {**vars(self), "kinds": kinds}
+
+    @classmethod
+    def load(cls, state: Mapping[str, Any]) -> Self:
+        """From plain data."""
+        kinds = {kind: Traffic(*map(int, cost)) for kind, cost in state["kinds"].items()}
+        waited = None if state["wait_seconds"] is None else float(state["wait_seconds"])
+        return cls(int(state["steps"]), kinds, waited, float(state["work_seconds"]), int(state["background_bytes"]))
+
+
+class Counter:
+    """The ledgers of a run, and what a loaded state had counted before."""
+
+    def __init__(self) -> None:
+        self.training, self.background, self.control = Ledger(), Ledger(), Ledger()
+        self.saved = Counts()  # as of the last completed step
+        self._steps = 0  # since it was attached
+        self._brought = Counts()  # what a loaded state had counted, less what was counted here until then
+
+    def step(self) -> None:
+        """The run has made a step."""
+        self._steps += 1
+
+    def note(self) -> None:
+        """The step is complete, and what was due after it."""
+        self.saved = self.total()
+
+    def total(self) -> Counts:
+        """What the run has cost so far, before a resume and since."""
+        return self._brought + self.here()
+
+    def here(self) -> Counts:
+        """What it has cost since it was attached, whatever was loaded meanwhile."""
+        training, background = self.training, self.background.total.wire_bytes
+        return Counts(self._steps, dict(training.kinds), training.wait_seconds, training.work_seconds, background)
+
+    def load(self, counts: Counts) -> None:
+        """Go on from these."""
+        self._brought, self.saved = counts + -self.here(), counts
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one rank has done so far, in the whole of the run: what came before a resume counts as well."""
+
+    steps: int  # attempted optimizer steps
+    exchanges: int  # of all gradients
+    syncs: int  # averagings between steps that were due
+    collectives: int
+    payload_bytes: int  # handed to collectives
+    wire_bytes: int  # put on the cable for them, at the least
+    wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
+    skipped: int  # syncs of deltas that moved nothing, because they were not finite or out of line
+    background_bytes: int  # wire bytes of `consensus`, which is no part of training
+    work_seconds: float  # time in which exchanges encoded and decoded, as far as the host knows
+    wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
+    collectives_by_kind: dict[str, int]
+    # Those of the steps that collectives, bytes and seconds are of. All of them, unless the run goes on from a state that was
+    # saved before states had these counts: then those since.
+    counted_steps: int = 0
+
+    @property
+    def wire_bytes_per_step(self) -> float:
+        """On average over the steps that were counted."""
+        return self.wire_bytes / self.counted_steps if self.counted_steps else 0.0
+
+    @property
+    def rounds(self) -> int:
+        """The former name of `exchanges`."""
+        warnings.warn("stats().rounds is now called stats().exchanges", DeprecationWarning, stacklevel=2)
+        return self.exchanges
+
+    @property
+    def aside_bytes(self) -> int:
+        """The former name of `background_bytes`."""
+        warnings.warn("stats().aside_bytes is now called stats().background_bytes", DeprecationWarning, stacklevel=2)
+        return self.background_bytes
+
+
+class Observer(Protocol):
+    """Somebody who is told how a run goes."""
+
+    def stepped(self) -> None:
+        """A step is complete, and what was due after it."""
+        ...
+
+    def ended(self, failure: str | None) -> None:
+        """The run is about to be taken off; `failure`: why, unless all went well."""
+        ...

@@ -1,0 +1,220 @@
+"""One DistributedDataParallel of a script that knows nothing of laconic: its run, from the first forward to the end."""
+
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from laconic.comm.exchange import complete
+from laconic.comm.ledger import Ledger
+from laconic.forecast import predict
+from laconic.gradients.dispatcher import Dispatcher
+from laconic.meter import Meter
+from laconic.ranks.agreement import gather_texts
+from laconic.run.attach import attach
+from laconic.run.plan import unwrapped
+from laconic.run.run import Run, engine_of
+from laconic.run.state import replicated
+from laconic.strategies.strategy import Strategy
+
+
+class AutoRun:
+    """A DDP that the script has built, and the run over it while there is one.
+
+    The run holds the DDP, the module and the optimizers: whether the script still holds them, and when Python collects them
+    otherwise, differs between ranks, and ending a run takes all of them.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.run: Run | None = None
+        self._ddp = weakref.ref(ddp)
+        self._parameters = parameters_of(ddp)
+        self.followed = True  # no optimizer has been built since its last forward
+        self._restored: int | None = None  # after how many steps the script has loaded the module's weights
+        self.first_step = 0  # of this run: a checkpoint may have been loaded
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """None once nobody holds it any more."""
+        return self._ddp()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """That of its run, if there is one."""
+        return None if self.run is None else engine_of(self.run).group.process_group
+
+    def overlaps(self, module: nn.Module) -> bool:
+        """Whether it trains some of these parameters."""
+        return not self._parameters.isdisjoint(parameters_of(module))
+
+    def steps(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer is over some of the parameters."""
+        return not self._parameters.isdisjoint(parameters_of(optimizer))
+
+    def attach(
+        self,
+        optimizers: Sequence[Optimizer],
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler | None,
+        number: int,
+        loaded: dict[str, Any] | None,
+    ) -> None:
+        """Begin, in a forward of the DDP, from what was loaded; all ranks together. It is this process's `number`-th run."""
+        ddp = self._ddp()
+        assert ddp is not None, "its forward is running"
+        registered = Dispatcher.knows(ddp)
+        self.run = attach(ddp, list(optimizers), strategy, scaler=scaler)
+        self.followed, self._restored = True, None
+        log(_attached(self.run))
+        self._load_agreed(loaded)
+        self.first_step = self.run.step
+        if "LACONIC_RECORD" in os.environ:
+            folder = os.environ["LACONIC_RECORD"]
+            folder = folder if number == 1 else os.path.join(folder, f"run-{number}")
+            Meter(self.run, folder, tensorboard="LACONIC_TENSORBOARD" in os.environ)
+        if not registered:
+            Dispatcher.of(ddp).before_forward(ddp, ())  # its hook came too late for this forward
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """The script may have built another optimizer over the model: its steps count from here on."""
+        assert self.run is not None
+        self.followed, engine = True, engine_of(self.run)
+        for optimizer in optimizers:
+            if all(unwrapped(optimizer) is not known for known in engine.optimizers):
+                engine.add_optimizer(optimizer)
+                log(f"the script has built another optimizer over the model, {type(optimizer).__name__}; its steps count, too")
+
+    def state_for(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """What this optimizer's `state_dict` is to carry: the first one's has it. Nothing is asked of other ranks."""
+        assert self.run is not None
+        first = parameters_of(engine_of(self.run).optimizers[0])  # one that has replaced the first has it as well
+        return None if first.isdisjoint(parameters_of(optimizer)) else self.run.state_dict()
+
+    def is_at(self, state: Mapping[str, Any]) -> bool:
+        """Whether this is its state as of now, as far as can be seen."""
+        return self.run is not None and (state.get("step"), state.get("strategy")) == (self.run.step, str(self.run.strategy))
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The script has loaded this in mid-run: go on from there. An error on all ranks if only some did."""
+        assert self.run is not None
+        engine_of(self.run).await_loads()
+        self._load_agreed(state)
+
+    def _load_agreed(self, state: dict[str, Any] | None) -> None:
+        """Use what was loaded: each rank its own, or, where all loaded one rank's, what all ranks have alike."""
+        run = self.run
+        assert run is not None
+        engine = engine_of(run)
+        mine = "none" if state is None else str(state.get("rank"))
+        rows = complete(gather_texts(mine, engine.device), engine.group, Ledger())
+        if set(rows) == {"none"}:
+            return
+        if state is None or "none" in rows:
+            having = [str(rank) for rank, row in enumerate(rows) if row != "none"]
+            raise RuntimeError(f"only rank {', '.join(having)} loaded an optimizer with laconic's state; load it on all ranks")
+        if state["strategy"] != str(run.strategy):
+            log(f"the checkpoint is of {state['strategy']}; going on by {run.strategy}")
+        if rows == [str(rank) for rank in range(len(rows))]:
+            if state.get("world", len(rows)) != len(rows):
+                log(
+                    f"the checkpoint is of {state['world']} ranks, here are {len(rows)}: what the others had not sent yet is "
+                    "lost; laconic.checkpoint changes the number of ranks without that"
+                )
+            _load(run, state)
+            return
+        if len(set(rows)) > 1:
+            raise RuntimeError(
+                f"ranks loaded the states of ranks {', '.join(rows)}: all must load their own, or all the same one"
+            )
+        _load(run, replicated(state, engine.group.rank))
+        engine.adopt_first()
+        log(
+            f"all ranks loaded the state of rank {rows[0]}: its model is taken for the common one; what the other ranks had "
+            "not sent yet (residuals of error feedback, steps since the last sync) is lost. Save optimizer.state_dict() on "
+            "every rank, each to a file of its own, to resume exactly"
+        )
+
+    def saw_weights(self) -> None:
+        """The script has loaded weights into the module."""
+        self._restored = None if self.run is None else self.run.step
+
+    def finish(self) -> None:
+        """All went well: outstanding exchanges are completed, replicas made equal, everything taken off. All ranks together.
+
+        Where every step was taken together there is nothing to agree on, and nobody is waited for: the first rank may have
+        a long evaluation before it.
+        """
+        run, self.run = self.run, None
+        if run is None:
+            return
+        engine = engine_of(run)
+        if engine.lockstep:
+            engine.warn_if_still_warming_up()
+            run.detach()
+        else:
+            if self._restored == run.step:
+                engine.keep_restored()
+            run.__exit__(None, None, None)
+            if engine.unequal:
+                log(
+                    "only some ranks loaded weights after the last step: replicas are not made equal, and each rank keeps its "
+                    "own; load them on all ranks, or on none"
+                )
+
+    def fail(self, error: BaseException) -> None:
+        """The script failed: the other ranks are told, and nobody is waited for."""
+        run, self.run = self.run, None
+        if run is not None:
+            engine_of(run).fail(error)
+
+
+def parameters_of(thing: nn.Module | Optimizer) -> set[int]:
+    """The parameters of a module, or those that an optimizer steps, by id."""
+    if isinstance(thing, nn.Module):
+        return {id(parameter) for parameter in thing.parameters()}
+    return {id(parameter) for group in thing.param_groups for parameter in group["params"]}
+
+
+def _load(run: Run, state: Mapping[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the state is of")  # one rank has said so, in a line
+        run.load_state_dict(state, strict=False)
+
+
+def _attached(run: Run) -> str:
+    engine = engine_of(run)
+    world, model = engine.group.world, engine.model
+    count = sum(parameter.numel() for parameter in model.parameters())
+    ours, plain = (predict(text, model, world_size=world) for text in (run.strategy, "ddp()"))
+    share = ours.wire_bytes_per_step / plain.wire_bytes_per_step if plain.wire_bytes else 1.0
+    optimizers = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
+    return (
+        f"{run.strategy} is attached to {type(engine.module).__name__} ({count:,} parameters) and {optimizers}"
+        f"{' with a GradScaler' if engine.scaler else ''}, {world} ranks: {share:.2g} of ddp()'s bytes once it is warm"
+    )
+
+
+_known_rank: int | None = None  # the process group may be gone when there is something to say
+
+
+def remember_rank() -> None:
+    """The process group knows it; RANK is set by torchrun, and not by every other launcher."""
+    global _known_rank
+    if dist.is_initialized():
+        _known_rank = dist.get_rank()
+
+
+def log(sentence: str) -> None:
+    """One line on stderr, from one rank."""
+    remember_rank()
+    rank = int(os.environ.get("RANK", "0")) if _known_rank is None else _known_rank
+    if rank == 0:
+        print(f"laconic: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,86 @@
+"""`laconic run`: torchrun with a strategy, for a script that stays as it is."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from laconic.script.exit_codes import LOST_A_PEER
+from laconic.strategies.reading import strategy as read
+
+Rehearsal = Callable[[list[str], int, Mapping[str, str]], int]
+"""Runs a command in so many processes with this environment, and returns an exit code: instead of torchrun."""
+
+
+def launch(
+    strategy: str,
+    arguments: Sequence[str],
+    record: Path | None = None,
+    *,
+    tensorboard: bool = False,
+    rehearsal: Rehearsal | None = None,
+) -> int:
+    """Start a script by torchrun's own launcher, or in a rehearsal; the exit code of the first process that failed, or 0."""
+    from torch.distributed.run import parse_args
+
+    parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    with _path_of(None if parsed.module else parsed.training_script):
+        text = str(read(strategy))
+    if parsed.no_python:
+        raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
+    script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
+    if not parsed.module and not Path(parsed.training_script).is_file():
+        raise ValueError(f"there is no script {parsed.training_script}")
+    environment = {"LACONIC_STRATEGY": text}
+    if record is not None:
+        environment["LACONIC_RECORD"] = str(record.resolve())
+    if tensorboard:
+        if record is None:
+            raise ValueError("--tensorboard writes into the folder that --record names; give one")
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs TensorBoard: pip install tensorboard")
+        environment["LACONIC_TENSORBOARD"] = "1"
+    command = [*script, *parsed.training_script_args]
+    if rehearsal is not None:
+        if not str(parsed.nproc_per_node).isdigit():
+            raise ValueError(f"with --link, give --nproc-per-node as a number of processes, got {parsed.nproc_per_node!r}")
+        started = [sys.executable, "-m", "laconic.script", *command]
+        code = rehearsal(started, int(parsed.nproc_per_node), {**os.environ, **environment})
+        return 1 if code == LOST_A_PEER else code
+    os.environ.update(environment)
+    parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.script", command
+    alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint
+    if alone and parsed.master_port is None and "--master-addr" not in " ".join(arguments).replace("_", "-"):
+        parsed.standalone = True  # a free port: two runs on one machine don't meet
+    if parsed.max_restarts:
+        # With gloo, torchrun's restarts fail for ever otherwise: its store keeps the addresses of the dead (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return _torchrun(parsed)
+
+
+@contextmanager
+def _path_of(script: str | None) -> Iterator[None]:
+    """Modules beside the script can be named in its strategy, as the script can import them; with -m, those of this folder."""
+    sys.path.insert(0, str(Path(script).resolve().parent) if script else str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)  # the launcher imports its own modules
+
+
+def _torchrun(parsed: object) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import run
+
+    try:
+        run(parsed)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        codes = [failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode for failure in failures]
+        return next((code for code in codes if code != LOST_A_PEER), 1)
+    except SignalException as signal:
+        return 128 + signal.sigval
+    return 0

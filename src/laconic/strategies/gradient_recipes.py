@@ -1,0 +1,89 @@
+"""Recipes that average the gradients of every step."""
+
+from laconic.reducers.base import Reducer, checked_steps
+from laconic.reducers.cast import Cast
+from laconic.reducers.error_feedback import ErrorFeedback
+from laconic.reducers.exact import Exact
+from laconic.reducers.float8 import Float8
+from laconic.reducers.powersgd import PowerSGD
+from laconic.reducers.quantized import Quantized
+from laconic.reducers.randomk import RandomK
+from laconic.reducers.sign import Sign
+from laconic.reducers.topk import TopK
+from laconic.reducers.warmup import Warmup
+from laconic.strategies import routes
+from laconic.strategies.recipe import recipe
+from laconic.strategies.strategy import Strategy
+
+
+def _warmed(warmup: int, reducer: Reducer) -> Reducer:
+    return Warmup(warmup, reducer) if checked_steps(warmup, "warmup") else reducer
+
+
+@recipe
+def ddp(*, reducer: Reducer = Exact(), warmup: int = 0) -> Strategy:  # noqa: B008  (a frozen value)
+    """Average the gradients of every step, by any reducer; `warmup` steps of plain all-reduce first.
+
+    Bytes: the reducer's; as given, 2(N-1)/N * n * itemsize a step, bit for bit DDP without a hook.
+    """
+    return Strategy(_warmed(warmup, reducer), routes.world())
+
+
+@recipe
+def fp16(*, warmup: int = 0) -> Strategy:
+    """Gradients as fp16 on the wire, summed in fp32. Bytes: 2(N-1)/N * 2n a step."""
+    return Strategy(_warmed(warmup, Cast("fp16")), routes.world())
+
+
+@recipe
+def bf16(*, warmup: int = 0) -> Strategy:
+    """Gradients as bf16 on the wire, summed in fp32. Bytes: 2(N-1)/N * 2n a step."""
+    return Strategy(_warmed(warmup, Cast("bf16")), routes.world())
+
+
+@recipe
+def int8(*, warmup: int = 0) -> Strategy:
+    """Gradients as 8-bit whole numbers with block scales. Bytes: 2(N-1)/N * 1.008n a step."""
+    return Strategy(_warmed(warmup, Quantized(8)), routes.world())
+
+
+@recipe
+def int4(*, warmup: int = 0) -> Strategy:
+    """Gradients as 4-bit whole numbers with block scales and error feedback. Bytes: 2(N-1)/N * 0.531n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(Quantized(4))), routes.world())
+
+
+@recipe
+def fp8(*, warmup: int = 0) -> Strategy:
+    """Gradients as 8-bit floats (e4m3) with block scales. Bytes: 2(N-1)/N * 1.008n a step."""
+    return Strategy(_warmed(warmup, Float8()), routes.world())
+
+
+@recipe
+def powersgd(*, rank: int = 4, warmup: int = 10) -> Strategy:
+    """Matrices by low rank with error feedback. Bytes: 2(N-1)/N * 4(rank * (rows + columns) per matrix + the rest) a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(PowerSGD(rank))), routes.world())
+
+
+@recipe
+def sign(*, warmup: int = 10) -> Strategy:
+    """One bit a number with error feedback. Bytes: (N-1) * n/8 a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(Sign())), routes.world())
+
+
+@recipe
+def topk(*, ratio: float = 0.01, warmup: int = 10) -> Strategy:
+    """The largest entries with error feedback. Bytes: (N-1) * 8 * ratio * n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(TopK(ratio))), routes.world())
+
+
+@recipe
+def randomk(*, ratio: float = 0.05, warmup: int = 10) -> Strategy:
+    """Entries drawn alike by all ranks, with error feedback. Bytes: 2(N-1)/N * 4 * ratio * n a step."""
+    return Strategy(_warmed(warmup, ErrorFeedback(RandomK(ratio))), routes.world())
+
+
+@recipe
+def silent() -> Strategy:
+    """Every rank for itself; replicas are averaged once, on leaving. Bytes: none a step. The speed limit of a comparison."""
+    return Strategy(Exact(), routes.silent())

@@ -1,0 +1,259 @@
+"""Recipes of local updates: replicas step on their own, and are averaged seldom."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from laconic.comm.scopes import AUTO
+from laconic.reducers.base import Reducer, checked, checked_steps
+from laconic.reducers.error_feedback import ErrorFeedback
+from laconic.reducers.exact import Exact
+from laconic.reducers.quantized import Quantized
+from laconic.reducers.topk import TopK
+from laconic.strategies import routes
+from laconic.strategies.outer import Adopt, Nesterov, Outer, SlowMo
+from laconic.strategies.recipe import recipe, speaking_for
+from laconic.strategies.schedules import Every, Schedule
+from laconic.strategies.strategy import MOMENTS, Averaging, Deltas, Strategy, render
+
+Moments = str | Mapping[str, int]
+
+
+def _schedule(period: int | Schedule, warmup: int) -> Schedule:
+    checked_steps(warmup, "warmup")
+    return period.starting(warmup) if isinstance(period, Schedule) else Every(period, warmup)
+
+
+def _moments(moments: Moments) -> str | tuple[tuple[str, int], ...]:
+    if isinstance(moments, str):
+        return moments
+    if not isinstance(moments, Mapping):  # from a text, it may be anything
+        raise TypeError(f"moments must be one of {', '.join(MOMENTS)}, or periods by name, {{'exp_avg': 48}}, got {moments!r}")
+    for key, period in moments.items():
+        with speaking_for(f"moments[{key!r}]"):
+            Every(period)  # says what is wrong with it
+        if not isinstance(key, str):
+            raise TypeError(f"moments are named by the optimizer's own keys, such as 'exp_avg', got {key!r}")
+    return tuple(sorted(moments.items()))
+
+
+def _averaging(
+    schedule: Schedule,
+    reducer: Reducer,
+    buffers: str,
+    moments: Moments,
+    outer: Outer | None = None,
+    fragments: int = 1,
+    order: str = "strided",
+    delay: int = 0,
+    blend: float = 0.0,
+    carry: bool = False,
+    offload: bool = False,
+    outlier: float | None = None,
+    atomic: bool = True,
+) -> Averaging:
+    """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
+    checked(reducer, "reducer")
+    plain = outer is None and isinstance(reducer, Exact)
+    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, carry, offload, outlier)
+    return Averaging(routes.world(schedule), deltas, buffers, _moments(moments), atomic)
+
+
+@recipe
+def local_sgd(
+    period: int | Schedule = 16,
+    *,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    atomic: bool = True,
+) -> Strategy:
+    """Every replica for itself; parameters averaged every `period` steps, after `warmup` steps of plain all-reduce.
+
+    `period` may be any schedule, such as QSR(...), which follows the learning rate. With a lossy `reducer`, differences to the
+    last average are sent. `moments={"exp_avg": 48, "exp_avg_sq": 96}` averages Adam's memory at periods of its own (DES-LOC,
+    arXiv:2505.22549). With `atomic`, a worker that is lost on the way leaves every parameter as it was, and the averaging
+    takes memory of the model's size; without, a few MiB, and some parameters are averaged then and others not.
+    Bytes: 2(N-1)/N * 4n / period a step.  Paper: Stich 2018, arXiv:1805.09767.
+    """
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def post_local_sgd(
+    warmup: int = 100,
+    period: int | Schedule = 16,
+    *,
+    subgroup: str | None = None,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    atomic: bool = True,
+) -> Strategy:
+    """Plain all-reduce for `warmup` steps; then gradients within the subgroup, and parameters averaged every `period`.
+
+    `subgroup`: "node", the ranks on one host; "none"; the name of a dimension of the mesh given to `attach`; by default the
+    node if there are several, else none. `atomic` is as in local_sgd.
+    Bytes: 2(N-1)/N * 4n a step at first, then that / period over all, and the subgroup's own between.
+    Paper: Lin et al. 2018, arXiv:1808.07217.
+    """
+    if subgroup is not None and not isinstance(subgroup, str):
+        raise TypeError(f"subgroup must be 'node', 'none' or a dimension's name, got {subgroup!r}")
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
+    scope = {None: AUTO, "none": None}.get(subgroup, subgroup)
+    return Strategy(Exact(), routes.at_first(warmup, scope), averaging)
+
+
+@recipe
+def hierarchical_sgd(
+    periods: Mapping[int, int | str] = MappingProxyType({4: "node", 16: "world"}),
+    *,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    atomic: bool = True,
+) -> Strategy:
+    """Parameters averaged within nodes, or blocks of neighbouring ranks: {period: ranks in a block}, the last holding all.
+
+    `atomic` is as in local_sgd.
+    Bytes: 2(g-1)/g * 4n for a block of g; where several periods are due, the longest alone.
+    Paper: Wang et al. 2020, arXiv:2010.12998.
+    """
+    if not isinstance(reducer, Exact):
+        raise ValueError(
+            f"hierarchical_sgd averages parameters exactly: blocks have no anchor in common from which {render(reducer)} "
+            "could send differences; use local_sgd or diloco for that"
+        )
+    checked_steps(warmup, "warmup")
+    averaging = Averaging(routes.hierarchy(periods, warmup), None, buffers, _moments(moments), atomic)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def slowmo(
+    period: int | Schedule = 12,
+    *,
+    beta: float = 0.5,
+    alpha: float = 1.0,
+    outer: Outer | None = None,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "auto",
+    offload: bool = False,
+    outlier: float | None = None,
+) -> Strategy:
+    """Averaging with a slow momentum over it, in units of the learning rate.
+
+    The momentum of an inner SGD starts at zero after each sync, as in the paper, and Adam's memory is kept. `outer` is another
+    outer optimizer instead of beta and alpha.
+    Bytes: 2(N-1)/N * 4n / period a step.  Memory: 2n.  Paper: Wang et al. 2019, arXiv:1910.00643.
+    """
+    chosen = _either(outer, SlowMo(beta, alpha), SlowMo(), "beta and alpha")
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def diloco(
+    period: int | Schedule = 32,
+    *,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    outer: Outer | None = None,
+    warmup: int = 0,
+    reducer: Reducer = Exact(),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+    outlier: float | None = None,
+) -> Strategy:
+    """Local steps, and an outer Nesterov step on the mean of how far replicas came.
+
+    The paper's outer_momentum of 0.9 takes a steady delta seven times: right for long runs from a warm model, too much for
+    some hundred steps from scratch. Hence 0.6 here; for long runs try 0.9 with a `warmup`. `outer` is any other outer optimizer
+    instead, such as OuterOptimizer(torch.optim.Adam, {"lr": 0.1}).
+    Bytes: 2(N-1)/N * 4n / period a step, or the reducer's / period.  Memory: 2n.
+    Paper: Douillard et al. 2023, arXiv:2311.08105.
+    """
+    chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def streaming_diloco(
+    period: int | Schedule = 32,
+    *,
+    fragments: int = 4,
+    delay: int = 4,
+    blend: float = 0.5,
+    carry: bool = False,
+    order: str = "strided",
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.6,
+    outer: Outer | None = None,
+    warmup: int = 0,
+    reducer: Reducer = Quantized(8),  # noqa: B008  (a frozen value)
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+    outlier: float | None = None,
+) -> Strategy:
+    """DiLoCo in fragments that travel while training goes on: one is complete every period / fragments steps.
+
+    An exchange stays outstanding for `delay` steps; then a fragment is `blend` of the local parameters and the rest global
+    ones. With `carry`, the global ones get on top what this replica learnt while the exchange was outstanding, which else is
+    lost to them. `outer` is any other outer optimizer instead of outer_lr and outer_momentum.
+    Bytes: as diloco's, by the reducer; a fragment at a time.  Memory: 2n, and the fragments that are outstanding.
+    Paper: Douillard et al. 2025, arXiv:2501.18512.
+    """
+    if isinstance(period, Schedule) and period.fixed_period is None:
+        raise TypeError("period must be a whole number of steps here: fragments need their places in it")
+    chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
+    averaging = _averaging(
+        _schedule(period, warmup), reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier
+    )
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+@recipe
+def sparseloco(
+    period: int | Schedule = 30,
+    *,
+    ratio: float = 1 / 64,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    outer: Outer | None = None,
+    warmup: int = 0,
+    buffers: str = "average",
+    moments: Moments = "keep",
+    offload: bool = False,
+    outlier: float | None = None,
+) -> Strategy:
+    """DiLoCo that sends the largest entries of the deltas; error feedback takes the place of the outer momentum.
+
+    `outer` is any other outer optimizer instead of outer_lr.
+    The paper picks entries by chunks of 4096 and sends them in 2 bits; here they are picked by parameter, in fp32.
+    Bytes: (N-1) * 8 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
+    """
+    reducer = ErrorFeedback(TopK(ratio), decay)
+    chosen = _either(outer, _outer(outer_lr, 0.0), Adopt(), "outer_lr")
+    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(warmup), averaging)
+
+
+def _either(outer: Outer | None, made: Outer, default: Outer, names: str) -> Outer:
+    """The outer optimizer that was given, or the one made of numbers."""
+    if outer is None:
+        return made
+    if made != default:
+        raise ValueError(f"outer takes the place of {names}: give one or the other")
+    return outer
+
+
+def _outer(lr: float, momentum: float) -> Outer:
+    with speaking_for("", lr="outer_lr", momentum="outer_momentum"):
+        return Nesterov(lr, momentum) if momentum else Adopt(lr)

@@ -1,0 +1,156 @@
+"""Strategies as text, read by `ast` and never by `eval`: calls of known names, and literals."""
+
+import ast
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from laconic.reducers.base import Reducer
+from laconic.strategies.naming import imported, known
+from laconic.strategies.recipe import recipes, speaking_for
+from laconic.strategies.strategy import COMPOSITES, Strategy
+
+# A string; a class where it is to be found; a part that has no name, as `render` writes it; white space.
+_STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+_PLACE = r"[^\W\d][\w.]*:[^\W\d][\w.]*"
+_PIECES = re.compile(rf"(?P<string>{_STRING})|(?P<place>{_PLACE})|(?P<nameless><)|(?P<space>\s+)")
+
+
+def strategy(text: str | Strategy) -> Strategy:
+    """The strategy that a text describes; a strategy is passed through.
+
+    A reducer, outer optimizer or schedule of your own is written `package.module:Name(...)`, and imported from there, or
+    `Name(...)` once it is registered.
+
+    >>> strategy("bf16(warmup=100)") == strategy("ddp(reducer=Cast('bf16'), warmup=100)")
+    True
+    >>> strategy("ddp(reducer=laconic.reducers.cast:Cast('bf16'))") == strategy("bf16()")
+    True
+    """
+    return _read(text, trusted=True)
+
+
+def saved(text: str) -> Strategy:
+    """The strategy of a text from a file: nobody here has named its modules, so none is imported because of it."""
+    return _read(text, trusted=False)
+
+
+def _read(text: str | Strategy, *, trusted: bool) -> Strategy:
+    if isinstance(text, Strategy):
+        return text
+    if not isinstance(text, str):
+        raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {type(text).__name__}")
+    line = _PIECES.sub(lambda piece: " " if piece["space"] else piece[0], text.strip())
+    if any(piece["nameless"] for piece in _PIECES.finditer(line)):
+        raise ValueError(
+            "a part in <...> has no name by which it could be found again; define its class at the top level of a module, "
+            f"or register it\n  {line}\n  {' ' * line.index('<')}^"
+        )
+    try:
+        # As many characters, so that marks stay where they are: the colon of `module:Name` is no Python here.
+        dotted = _PIECES.sub(lambda piece: piece[0].replace(":", ".") if piece["place"] else piece[0], line)
+        tree = ast.parse(dotted, mode="eval")
+    except SyntaxError as error:
+        mark = " " * ((error.offset or 1) - 1) + "^"
+        raise ValueError(f"{error.msg}; write a strategy as name(key=value, ...)\n  {line}\n  {mark}") from None
+    except RecursionError:
+        raise ValueError(f"the text is too deeply nested to be a strategy: {line:.60}...") from None
+    value = _Reader(line, trusted).read(tree.body)
+    if not isinstance(value, Strategy):
+        hint = f"to average gradients by a reducer write ddp(reducer={line})"
+        raise ValueError(f"{text!r} is no strategy; {hint if isinstance(value, Reducer) else 'write one such as bf16()'}")
+    return value
+
+
+class _Reader:
+    def __init__(self, text: str, trusted: bool) -> None:
+        self.text, self.trusted = text, trusted
+        self.path: list[str] = []  # the calls and arguments that are being read
+        composites = {composite.__name__: composite for composite in COMPOSITES}
+        self.known: dict[str, Callable[..., object]] = {**known(), **composites, **recipes()}
+
+    def read(self, node: ast.expr) -> object:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+                return -number
+            case ast.List(elts=items):
+                return [self.read(item) for item in items]
+            case ast.Tuple(elts=items):
+                return tuple(self.read(item) for item in items)
+            case ast.Dict(keys=keys, values=values) if None not in keys:
+                pairs = [(self.read(key), self.read(value)) for key, value in zip(keys, values, strict=True) if key]
+                try:
+                    return dict(pairs)
+                except TypeError:
+                    raise self.error(node, "the keys of a mapping must be numbers, texts or the like") from None
+            case ast.Call(func=ast.Name() | ast.Attribute() as target, args=args, keywords=keywords):
+                return self.call(target, args, keywords)
+            case ast.Name() | ast.Attribute():
+                _, target = self.named(node)
+                return target if _is_optimizer(target) else self.call(node, [], [])
+        raise self.error(node, "only names, calls and literals can stand here")
+
+    def named(self, node: ast.Name | ast.Attribute) -> tuple[str, Callable[..., object]]:
+        """What is called, and the name of it."""
+        if isinstance(node, ast.Name):
+            if node.id not in self.known:
+                raise self.error(node, f"unknown name {node.id!r}{nearest(node.id, self.known)}")
+            return node.id, self.known[node.id]
+        place = ast.get_source_segment(self.text, node) or ""
+        module, _, path = place.partition(":")
+        if not re.fullmatch(_PLACE, place):
+            raise self.error(node, "only names, calls and literals can stand here; a class of your own is module:Name(...)")
+        try:
+            return path, imported(module, path, trusted=self.trusted)
+        except ValueError as error:
+            raise self.error(node, str(error)) from error
+
+    def call(self, node: ast.Name | ast.Attribute, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
+        name, target = self.named(node)
+        if _is_optimizer(target):
+            raise self.error(node, f"{name} is an optimizer: write OuterOptimizer(module:{name}, {{'lr': 0.1}})")
+        parameters = inspect.signature(target).parameters
+        named: dict[str, Any] = {}
+        for keyword in keywords:
+            if keyword.arg is None or keyword.arg not in parameters:
+                raise self.error(keyword, f"{name} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
+            if keyword.arg in named:
+                raise self.error(keyword, f"{keyword.arg!r} is given twice")
+            named[keyword.arg] = self.argument(name, keyword.arg, keyword.value)
+        words = [*parameters, *(f"argument {n + 1}" for n in range(len(parameters), len(args)))]
+        positional = [self.argument(name, word, arg) for word, arg in zip(words, args, strict=False)]
+        try:
+            with speaking_for(name):
+                return target(*positional, **named)
+        except (TypeError, ValueError) as error:
+            raise self.error(node, str(error)) from None
+
+    def argument(self, owner: str, word: str, value: ast.expr) -> object:
+        """One argument of a call; what is wrong inside is said to be in it."""
+        self.path.append(f"{owner}: {word}: ")
+        found = self.read(value)
+        self.path.pop()
+        return found
+
+    def error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
+        """The message, and below it the text with the offending part marked."""
+        text = self.text.encode()  # ast counts bytes
+        start, width = len(text[: node.col_offset].decode()), len(text[node.col_offset : node.end_col_offset].decode())
+        return ValueError(f"{''.join(self.path)}{message}\n  {self.text}\n  {' ' * start}{'^' * max(width, 1)}")
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Optimizer)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint for a misspelt word: the name that was probably meant, or all there are."""
+    names = sorted(known)
+    close = difflib.get_close_matches(word, names, 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(names) or 'none'}"

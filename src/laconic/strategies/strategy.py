@@ -1,0 +1,199 @@
+"""What a strategy is made of: how, when, with whom, what, and then what."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from laconic.reducers.base import Reducer, checked
+from laconic.strategies.naming import name_of
+from laconic.strategies.outer import Outer
+from laconic.strategies.routes import Route
+from laconic.strategies.schedules import Schedule
+
+BUFFERS = ("average", "local", "broadcast")
+MOMENTS = ("keep", "average", "reset", "auto")
+ORDERS = ("strided", "contiguous", "bytes")
+
+
+@dataclass(frozen=True)
+class Deltas:
+    """Send how far each replica has come from a common anchor, instead of where it is.
+
+    The mean delta goes through `outer`, an optimizer over the anchor. With `fragments`, parameters take turns within the
+    period; with `delay`, an exchange stays outstanding for so many steps while training goes on; `blend` is the weight of the
+    local parameters when it is complete, and with `carry` the steps made in the meantime go on top of the rest. `offload` keeps
+    the anchor and the outer optimizer's memory on the CPU. A sync whose deltas' norm is more than `outlier` standard
+    deviations above that of the syncs before is skipped; None: none is.
+    """
+
+    outer: Outer
+    reducer: Reducer
+    fragments: int = 1
+    order: str = "strided"  # by layer, "strided" or "contiguous"; or in runs of equal "bytes"
+    delay: int = 0
+    blend: float = 0.0
+    carry: bool = False
+    offload: bool = False
+    outlier: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Outer):
+            raise TypeError(f"outer must be an Outer such as Nesterov(0.7, 0.9), got {self.outer!r}")
+        checked(self.reducer, "reducer")
+        for name in ("fragments", "delay"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if self.fragments < 1:
+            raise ValueError(f"fragments must be at least 1, got {self.fragments}")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        if self.delay < 0:
+            raise ValueError(f"delay must be 0 or more steps, got {self.delay}")
+        if self.outlier is not None and type(self.outlier) not in (int, float):
+            raise TypeError(f"outlier must be a number of standard deviations, or None to skip no sync, got {self.outlier!r}")
+        if self.outlier is not None and not self.outlier > 0:
+            raise ValueError(f"outlier must be above 0 standard deviations, or None to skip no sync, got {self.outlier!r}")
+        if type(self.blend) not in (int, float) or not 0 <= self.blend <= 1:
+            raise ValueError(f"blend must be from 0 (adopt global parameters) to 1 (keep local ones), got {self.blend!r}")
+        if not isinstance(self.carry, bool):
+            raise TypeError(f"carry must be True or False, got {self.carry!r}")
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """What is averaged between steps, beyond gradients: parameters, or deltas from an anchor.
+
+    `buffers` are averaged (counters: the largest), left "local", or taken from the first rank. `moments` is what becomes of
+    the optimizers' memory at a sync: it is kept, averaged or reset; "auto" resets the momentum of SGD and keeps all else;
+    and a mapping averages by name, each at a period of its own. With `atomic`, no parameter is written before all have
+    arrived, at the price of one more copy of the model meanwhile; deltas never are.
+    """
+
+    route: Route
+    deltas: Deltas | None = None
+    buffers: str = "average"
+    moments: str | tuple[tuple[str, int], ...] | Mapping[str, int] = "keep"  # a mapping is kept as its items
+    atomic: bool = True
+
+    def __post_init__(self) -> None:
+        _checked_route(self.route)
+        if self.deltas is not None and not isinstance(self.deltas, Deltas):
+            raise TypeError(f"deltas must be a Deltas(outer=..., reducer=...), or None for parameters, got {self.deltas!r}")
+        if isinstance(self.moments, Mapping):
+            object.__setattr__(self, "moments", tuple(sorted(self.moments.items())))
+        if not isinstance(self.atomic, bool):
+            raise TypeError(f"atomic must be True or False, got {self.atomic!r}")
+        if not isinstance(self.moments, str | tuple):
+            raise TypeError(f"moments must be a word or a mapping of periods by name, got {self.moments!r}")
+        if self.buffers not in BUFFERS:
+            raise ValueError(f"buffers must be one of {', '.join(BUFFERS)}, got {self.buffers!r}")
+        if isinstance(self.moments, str) and self.moments not in MOMENTS:
+            raise ValueError(
+                f"moments must be one of {', '.join(MOMENTS)}, or periods by name, {{'exp_avg': 48}}, got {self.moments!r}"
+            )
+        if self.deltas is None or (self.deltas.fragments == 1 and self.deltas.delay == 0):
+            return
+        fixed, fragments, delay = self.fixed, self.deltas.fragments, self.deltas.delay
+        if fixed is None or fixed.fixed_period is None:
+            raise ValueError("fragments and delay need a fixed period, not one that follows the learning rate")
+        if fragments > fixed.fixed_period:
+            raise ValueError(f"fragments must be at most the period, one a step; got {fragments} in {fixed.fixed_period} steps")
+        if delay >= fixed.fixed_period:
+            raise ValueError(
+                f"delay must be below the period: an exchange is complete before its fragment leaves again; "
+                f"got {delay} of {fixed.fixed_period} steps"
+            )
+
+    @property
+    def start(self) -> int:
+        """Steps before the first local one."""
+        return min((schedule.start for schedule in self.route.schedules), default=0)
+
+    @property
+    def fixed(self) -> Schedule | None:
+        """The schedule of a route that has only one, if its period is always as long."""
+        schedules = self.route.schedules
+        return schedules[0] if len(schedules) == 1 and schedules[0].fixed_period else None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How gradients are averaged, when and with whom, and what is averaged between steps.
+
+    `str()` gives the text it can be made from again. A part that no text can name, such as an instance of a class inside a
+    function, stands in angle brackets there, and `laconic.strategy` refuses the text.
+    """
+
+    reducer: Reducer
+    route: Route
+    averaging: Averaging | None = None
+    # Of a recipe's call. Not an argument, so that `dataclasses.replace` doesn't keep the text of what it changed.
+    text: str = field(default="", compare=False, init=False)
+
+    def __post_init__(self) -> None:
+        checked(self.reducer, "reducer")
+        _checked_route(self.route)
+        if self.averaging is not None and not isinstance(self.averaging, Averaging):
+            raise TypeError(f"averaging must be an Averaging(route=...), or None for gradients alone, got {self.averaging!r}")
+
+    @property
+    def cycle(self) -> int:
+        """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate."""
+        return math.lcm(*(schedule.cycle for schedule in (self.averaging.route.schedules if self.averaging else ())))
+
+    @property
+    def warmup(self) -> int:
+        """Steps before the strategy does what it is for."""
+        return max(self.reducer.warmup, self.averaging.start if self.averaging else 0)
+
+    def __str__(self) -> str:
+        return self.text or render(self)
+
+
+def render(value: object) -> str:
+    """A value as it is written in a strategy's text; what a dataclass has by default is left out.
+
+    >>> render(Every(4)), render({4: ("node", 2.5)})
+    ('Every(period=4)', "{4: ('node', 2.5)}")
+    """
+    match value:
+        case bool() | None:
+            return repr(value)
+        case int():
+            return repr(int(value))
+        case str():
+            return repr(str(value))
+        case float():
+            return repr(float(value)).replace("inf", "1e999")  # which is how Python reads infinity
+        case tuple():
+            return f"({', '.join(map(render, value))}{',' if len(value) == 1 else ''})"
+        case list():
+            return f"[{', '.join(map(render, value))}]"
+        case Mapping():
+            return f"{{{', '.join(f'{render(key)}: {render(part)}' for key, part in value.items())}}}"
+    if isinstance(value, type) and (place := name_of(value)):
+        return place
+    if is_dataclass(value) and not isinstance(value, type):
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if f.init and getattr(value, f.name) != _default(f)}
+        name = type(value).__name__ if type(value) in COMPOSITES else name_of(type(value))
+        return render_call(name, shown) if name else f"<{render_call(type(value).__qualname__, shown)}>"
+    return f"<{value!r}>"
+
+
+def render_call(name: str, arguments: Mapping[str, object]) -> str:
+    """A call as it is written in a strategy's text."""
+    return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
+
+
+def _default(f: Any) -> object:
+    return f.default_factory() if f.default_factory is not MISSING else f.default
+
+
+def _checked_route(route: object) -> None:
+    if not isinstance(route, Route):
+        raise TypeError(f"route must be a Route of (schedule, scope) pairs, got {route!r}")
+
+
+COMPOSITES = (Strategy, Averaging, Deltas, Route)
+"""What is put together of reducers, schedules and outer optimizers."""

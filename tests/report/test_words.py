@@ -1,0 +1,235 @@
+"""A comparison in numbers and words: made-up records in, sentences out."""
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+from rich.progress_bar import ProgressBar
+
+from laconic.report.charts import figures
+from laconic.report.live import Board
+from laconic.report.summary import rows
+from laconic.report.terminal import cells, columns, human, legend, loss, reached, show
+from laconic.report.words import ground, verdict
+from tests.report.made import result
+
+
+def test_the_verdict_takes_the_fastest_that_is_good_enough() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.01, 50, 500), ("b()", 1.5, 10, 10), ("silent()", 2.0, 40, 0))
+    words = verdict(results)
+    assert "Take a()" in words
+    assert "+1.0%" in words
+    assert "0.5 of its bytes" in words
+    assert "2 times its speed, 80% of the rate" in words
+    assert "digits, 2 workers, link 100mbit, 1 seed, 2 cores" in words
+
+
+def test_of_several_that_are_good_enough_the_fastest_is_taken_and_of_none_the_nearest_is_named() -> None:
+    slow_first = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("b()", 1.019, 40, 500), ("c()", 1.021, 1, 1))
+    assert "Take b()" in verdict(slow_first)
+    far = result(("ddp()", 1.0, 100, 1000), ("a()", 1.7, 50, 500), ("b()", 1.5, 40, 500), ("c()", 1.6, 1, 1))
+    assert "the nearest is b() with 1.5000" in verdict(far)
+
+
+def test_each_cell_stands_under_its_head() -> None:
+    """In the order of the table: ddp first, the limit last, whatever the order of the runs."""
+    results = result(("silent()", 2.0, 25, 0), ("b()", 1.1, 50, 2.5e9), ("a()", 1.0, 40, 999.4), ("ddp()", 1.0, 100, 1e6))
+    for run in results.runs:
+        run.wire_bytes_per_step |= {"predicted": 1200.0, "kernel": 1999.0}
+    assert [row.strategy for row in rows(results)] == ["ddp()", "b()", "a()", "silent()"]
+    _, b, *_ = rows(results)
+    assert dict(zip(columns(results), cells(b, results), strict=True)) == {
+        "strategy": "b()", "val loss": "1.1000", "vs ddp": "1.100", "bytes/step": "2.5 GB", "predicted": "1.2 kB",
+        "kernel": "2 kB", "step": "50.0 ms", "speed": "2.00x", "limit": "50%", "to ddp loss": "never",
+    }  # fmt: skip
+    assert [human(count) for count in (999.4, 1000, 2.5e6)] == ["999 B", "1 kB", "2.5 MB"]
+    assert "PREDICTED" not in legend(results)
+    results.link_note = "no namespaces"
+    assert "PREDICTED" in legend(results)
+
+
+def test_what_a_comparison_rests_on() -> None:
+    one = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("silent()", 2.0, 40, 0))
+    assert "Noise: not known; one seed, so nothing is known over seeds." in ground(one)
+    # 100 and 200 ms a step from look to look, then 100 and 110; what another strategy does is no noise of the machine.
+    for run, last in zip(one.runs, (2.5, 9.0, 1.6), strict=True):
+        run.curve = [[5, 0.5, 1, 3.0], [10, 1.0, 2, 2.0], [15, 1.5 if run.strategy == "ddp()" else 1.05, 2, 1.0]]
+        run.curve += [[20, last, 2, 1.0]]
+    one.runs[2].curve = [[5, 0.5, 1, 3.0], [10, 1.0, 2, 2.0], [15, 1.55, 2, 1.0]]
+    words = ground(one)
+    assert "Machine: 2 cores, some. Link: 100mbit. Seeds: 0." in words
+    assert "the step time of ddp() and silent() varied by up to 43%; one seed" in words, "of 100, 100 and 200 ms"
+    several = result(*[(name, 1.0, ms, 10.0) for name in ("ddp()", "a()") for ms in (90.0, 110.0)])
+    for place, run in enumerate(several.runs):
+        run.seed = place % 2
+    several.runs[-1].step_ms = 270.0
+    for run, wait in zip(several.runs, (10.0, 20.0, 30.0, None), strict=True):
+        run.wait_ms = wait
+    ddp, _ = rows(several)
+    assert ddp.noise_ms == pytest.approx(10.0), "of two seeds"
+    assert ddp.wait_ms == 15.0
+    assert rows(several)[1].wait_ms is None
+    several.runs[1].curve = [[5, 0.5, 1, 3.0], [10, 3.0, 2, 1.0]]
+    assert rows(several)[0].to_base_loss == pytest.approx(2.0, rel=0.01), "the mean of 1 and 3 seconds"
+    assert "Seeds: 0, 1." in ground(several)
+    assert ground(several).endswith("Noise: over seeds by up to 50%.")
+
+
+def test_with_one_seed_the_noise_is_that_from_look_to_look() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 90, 500), ("silent()", 2.0, 40, 0))
+    results.runs[0].curve = [[0, 0.0, 0, 3.0], [5, 0.4, 1, 3.0], [10, 1.0, 2, 1.0]]  # 80 and 120 ms
+    assert "is faster by more than the noise, 40%" in verdict(results)
+
+
+def test_the_verdict_says_when_none_is() -> None:
+    assert "No strategy came within 2%" in verdict(result(("ddp()", 1.0, 100, 1000), ("b()", 1.5, 10, 10)))
+    nothing_sent = result(("ddp()", 1.0, 100, 0), ("a()", 1.0, 50, 0))
+    assert "at all of its bytes" in verdict(nothing_sent)
+    assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
+
+
+def test_seconds_to_the_loss_of_ddp() -> None:
+    table = {row.strategy: row for row in rows(result(("ddp()", 1.0, 100, 1000), ("a()", 0.5, 50, 500), ("b()", 2.0, 10, 10)))}
+    assert table["a()"].to_base_loss == pytest.approx(0.5 + 0.5 * 1.999 / 2.5)
+    assert table["b()"].to_base_loss is None
+
+
+def test_a_run_that_diverged_is_named_and_never_taken() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10), ("b()", 1.0, 50, 500), ("silent()", 2.0, 40, 0))
+    assert "Take b()" in verdict(results)
+    assert [loss(row) for row in rows(results)] == ["1.0000", "diverged", "1.0000", "2.0000"]
+    words = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10)))
+    assert "No strategy came within 2%" in words
+    assert "all of them diverged" in words
+    near = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
+    assert "the nearest is b() with 1.5" in near
+    itself = verdict(result(("ddp()", None, 100, 1000), ("a()", None, 10, 10), ("b()", 1.5, 10, 10)))
+    assert "ddp() itself diverged: there is no loss to compare with. Not so: b()." in itself
+    nothing = result(("ddp()", None, 100, 1000), ("a()", 1.0, 10, 10))
+    assert [reached(row) for row in rows(nothing)] == ["-", "-"], "there is nothing to reach"
+
+
+def test_of_several_seeds_one_that_diverged_is_enough() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 10, 10), ("a()", None, 10, 10))
+    results.runs[2].seed = 1
+    assert [loss(row) for row in rows(results)] == ["1.0000", "diverged (1 of 2)"]
+    assert "all of them diverged" in verdict(results)
+    for run, name in zip(results.runs, ("a()", "ddp()", "ddp()"), strict=True):
+        run.strategy = name
+    assert "ddp() itself diverged with 1 of 2 seeds" in verdict(results)
+    assert ", 2 seeds, 2 cores" in verdict(results)
+
+
+@pytest.mark.parametrize("base", [0.0, -5.0])
+def test_a_loss_of_ddp_that_is_not_above_zero(base: float) -> None:
+    results = result(("ddp()", base, 100, 1000), ("a()", base, 50, 500), ("b()", base + 1, 10, 10), ("silent()", 9.0, 9, 0))
+    assert f"Take a(): a loss of {base:.4f} against ddp()'s" in verdict(results)
+    assert [cells(row, results)[2] for row in rows(results)] == ["-"] * 4
+    assert [reached(row) for row in rows(results)] == ["1.0 s", "1.0 s", "never", "never"]
+
+
+def test_each_seed_is_measured_against_ddp_with_the_same_seed() -> None:
+    runs = [("ddp()", 1.0), ("a()", 1.0), ("b()", 1.5), ("ddp()", 2.0), ("a()", 2.0), ("b()", 1.5)]
+    results = result(*((name, loss_, 100.0, 10.0) for name, loss_ in runs))
+    for place, run in enumerate(results.runs):
+        run.seed = place // 3
+    assert [reached(row) for row in rows(results)] == ["1.0 s", "1.0 s", "0.8 s (1 of 2)"]
+
+
+def test_what_is_slower_than_ddp_is_not_recommended() -> None:
+    words = verdict(result(("ddp()", 1.0, 65, 1000), ("int8()", 1.0, 100, 250), ("silent()", 2.0, 40, 0)))
+    assert "Stay with ddp()" in words
+    assert "The fastest of them is int8(): a loss +0.0% against ddp()'s, at 0.25 of its bytes and 0.65 times its speed" in words
+    assert "Take" not in words
+
+
+def test_faster_by_less_than_the_noise_is_not_faster() -> None:
+    def noisy(ms: float) -> str:
+        results = result(*[(name, 1.0, time, 10.0) for name in ("ddp()", "a()") for time in (90.0, 100.0, 110.0)])
+        for place, run in enumerate(results.runs):
+            run.seed = place % 3
+            run.step_ms *= ms / 100 if run.strategy == "a()" else 1
+        return verdict(results)
+
+    assert "is faster by more than the noise, 16%" in noisy(90)
+    assert "Take a()" in noisy(80)
+    assert "Stay with ddp()" in verdict(result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 99, 500)))
+
+
+def test_a_run_in_which_talking_made_no_difference_says_so() -> None:
+    words = verdict(result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 50, 500), ("silent()", 1.01, 40, 0)))
+    assert "The losses tell nothing apart: silent()" in words
+    assert "By speed alone: Take a()" in words
+
+
+def test_where_the_link_could_not_be_had_the_predicted_step_decides() -> None:
+    results = result(("ddp()", 1.0, 10, 1000), ("a()", 1.0, 12, 500), ("b()", 1.0, 9, 900), ("silent()", 2.0, 8, 0))
+    results.link_note = "no namespaces"
+    for run, ms in zip(results.runs, (100.0, 40.0, 91.0, 8.0), strict=True):
+        run.predicted_step_ms = ms
+    words = verdict(results)
+    assert "Take a()" in words
+    assert "2.5 times its speed, 20% of the rate" in words
+    assert "Speeds are PREDICTED for that link" in words
+    ddp, a, *_ = rows(results)
+    assert (ddp.speed, a.speed, a.share) == (1.0, 2.5, 0.2)
+    assert (ddp.to_base_loss, a.to_base_loss) == pytest.approx((10.0, 40 / 12), rel=0.001)
+    charts = figures(results)
+    assert charts["Loss against seconds"]["data"][0]["x"] == [5.0, 10.0, None]
+    assert "PREDICTED" in charts["Loss against seconds"]["layout"]["xaxis"]["title"]["text"]
+    assert "of the last 2 steps, without a limit" in charts["Where the time goes"]["layout"]["xaxis"]["title"]["text"]
+
+
+@pytest.mark.parametrize(("width", "tables"), [(150, 1), (80, 2), (50, 6)])
+def test_no_number_is_cut_or_folded_in_a_narrow_terminal(width: int, tables: int) -> None:
+    long = "streaming_diloco(period=16, delay=2, blend=0.0, warmup=10)"
+    results = result(("ddp()", 1.2345, 1234.5, 12.3e6), (long, None, 56.7, 4.56e3), ("silent()", 9.8765, 43.2, 0))
+    results.link_note = "no namespaces"
+    for run in results.runs:
+        run.predicted_step_ms = 8765.4
+        run.wire_bytes_per_step["kernel"] = 987e3
+    text = io.StringIO()
+    show(results, Console(file=text, width=width, legacy_windows=False))
+    drawn = [line for line in text.getvalue().splitlines() if line[:1] in "┃│"]
+    assert max(map(len, drawn)) <= width
+    words = [cell.strip() for line in drawn for cell in line.strip("┃│").replace("┃", "│").split("│")]
+    assert set(columns(results)) <= set(words)
+    assert {cell for row in rows(results) for cell in cells(row, results)[1:]} <= set(words)
+    assert words.count("strategy") == tables
+
+
+def shown(board: Board) -> list[str]:
+    """The cells of the first strategy's line: its bar as (completed, total), steps a second, loss, bytes."""
+    columns_ = [list(column.cells) for column in board.table().columns]
+    bar = columns_[1][0]
+    assert isinstance(bar, ProgressBar)
+    return [f"{bar.completed:g}/{bar.total:g}", *(str(column[0]) for column in columns_[2:])]
+
+
+def test_the_live_table_goes_on_over_seeds_and_lines_are_printed_where_nothing_can_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = iter([10.0, 12.0, 100.0, 101.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    out = io.StringIO()
+    board = Board(Console(file=out, width=150), ["a()"], steps=10, seeds=3)
+    first, second, third = result(("a()", 1.5, 100, 1000), ("a()", None, 50, 3000), ("a()", 2.0, 50, 0)).runs
+    board.finish(first, ran=False)  # it was there already
+    assert (shown(board), out.getvalue()) == (["10/30", "10.0", "1.500", "10 kB"], "")
+    board.begin("a()")
+    board.heard("a()", {"step": 2, "bytes": 2e3, "loss": 2.5})
+    board.heard("a()", {"step": 6, "bytes": 6e3})
+    assert shown(board) == ["16/30", "2.0", "2.500", "6 kB"], "4 steps in 2 seconds; the loss is the last one that was told"
+    board.finish(second)
+    assert shown(board) == ["20/30", "20.0", "diverged", "30 kB"]
+    assert out.getvalue() == "a(), seed 0: diverged, 50.0 ms a step, 3 kB a step\n"
+    board.begin("a()")
+    board.heard("a()", {"step": 1, "bytes": 1e3})
+    assert shown(board)[0] == "21/30"
+    board.heard("a()", {"step": 6, "bytes": 6e3})
+    assert shown(board)[1] == "5.0", "what lies between two runs doesn't count"
+    board.begin("a()")
+    assert shown(board)[0] == "20/30"
+    board.finish(third)
+    assert shown(board)[0] == "30/30"

@@ -1,0 +1,119 @@
+"""Text to strategy and back."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import laconic
+from laconic.strategies.recipe import recipes
+
+
+def test_text_and_call_are_the_same_strategy() -> None:
+    made = laconic.ddp(reducer=laconic.Warmup(3, laconic.Cast("fp16", accumulate="wire")), warmup=5)
+    read = laconic.strategy("ddp(reducer=Warmup(3, Cast('fp16', accumulate='wire')), warmup=5)")
+    assert read == made
+    assert laconic.strategy(str(made)) == made
+    assert laconic.strategy(made) is made
+
+
+@pytest.mark.parametrize("name", sorted(recipes()))
+def test_every_recipe_works_without_arguments_and_gives_its_text_back(name: str) -> None:
+    assert str(laconic.strategy(name)) == str(laconic.strategy(f" {name}() ")) == f"{name}()"
+
+
+@given(st.integers(0, 10**6))
+def test_arguments_come_back(warmup: int) -> None:
+    text = str(laconic.bf16(warmup=warmup))
+    assert laconic.strategy(text) == laconic.bf16(warmup=warmup)
+    assert text == (f"bf16(warmup={warmup})" if warmup else "bf16()")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("bf61()", "did you mean 'bf16'?\n  bf61()\n  ^^^^"),
+        ("frobnicate", "unknown name 'frobnicate'; known are "),
+        ("bf16(warmpu=3)", "bf16 has no 'warmpu'; did you mean 'warmup'?\n  bf16(warmpu=3)\n       ^^^^^^^^"),
+        ("bf16(warmup=-3)", "warmup must be 0 or more steps, got -3\n  bf16(warmup=-3)\n  ^^^^"),
+        ("ddp(reducer=Cats())", "did you mean 'Cast'?\n  ddp(reducer=Cats())\n              ^^^^"),
+        ("ddp(reducer=Cast('int3'))", "one of fp16, bf16, got 'int3'"),
+        ("ddp(reducer=Warmup(-1, Exact()))", "start must be 0 or more steps, got -1"),
+        ("ddp(reducer=3)", "reducer must be a Reducer such as Cast('bf16'), got 3"),
+        ("bf16(3)", "positional argument"),
+        ("bf16(", "'(' was never closed; write a strategy as name(key=value, ...)\n  bf16(\n      ^"),
+        ("bf16(warmup=1+1)", "only names, calls and literals can stand here\n  bf16(warmup=1+1)\n              ^^^"),
+        ("__import__('os').getcwd()", "only names, calls and literals"),
+        ("(lambda: 0)()", "only names, calls and literals"),
+        ("bf16(**{'warmup': 1})", "bf16 has no"),
+        ("Cast('bf16')", "is no strategy; to average gradients by a reducer write ddp(reducer=Cast('bf16'))"),
+        ("", "write a strategy as name(key=value, ...)"),
+        ("3", "'3' is no strategy; write one such as bf16()"),
+        ("Nesterov()", "'Nesterov()' is no strategy; write one such as bf16()"),
+        ("hierarchical_sgd({[4]: 'node'})", "the keys of a mapping must be numbers, texts or the like"),
+        ("-" * 5000 + "1", "the text is too deeply nested to be a strategy: ---"),
+        ("hierarchical_sgd({4: 'é'}, warmpu=2)", f"\n  {' ' * 27}{'^' * 8}"),  # below the word, not as many bytes to the right
+        ("bf16(\n  warmup=-1)", "  bf16( warmup=-1)\n  ^^^^"),
+        ("bf16(warmup=2.5)", "warmup must be a whole number of steps, got 2.5"),
+        ("ddp(reducer=Warmup(2, 3))", "inner must be a Reducer such as Cast('bf16'), got 3"),
+    ],
+)
+def test_errors_say_what_came_and_point_at_it(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(wanted)):
+        laconic.strategy(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("powersgd(rank=0)", "powersgd: rank must be a whole number, at least 1, got 0"),
+        ("topk(ratio=2)", "topk: ratio must be above 0"),
+        ("bf16(warmup=-1)", "bf16: warmup must be 0 or more steps, got -1"),
+        ("ddp(reducer=3)", "ddp: reducer must be a Reducer"),
+        ("diloco(outer_lr=0)", "diloco: outer_lr must be above 0, got 0"),
+        ("diloco(outer_lr='x')", "diloco: outer_lr must be a number, got 'x'"),
+        ("diloco(outer_momentum=2)", "diloco: outer_momentum must be above 0 and below 1, got 2"),
+        ("diloco(0)", "diloco: period must be at least 1, got 0"),
+        ("sparseloco(outer_lr=-1)", "sparseloco: outer_lr must be above 0, got -1"),
+        ("streaming_diloco(4, delay=9)", "streaming_diloco: delay must be below the period"),
+        ("streaming_diloco(blend='x')", "streaming_diloco: blend must be from 0"),
+        ("slowmo(beta=2)", "slowmo: beta must be at least 0 and below 1, got 2"),
+        ("local_sgd(moments={'exp_avg': 0})", "local_sgd: moments['exp_avg']: period must be at least 1, got 0"),
+        ("local_sgd(moments=3)", "local_sgd: moments must be one of"),
+        ("hierarchical_sgd(reducer=Cast())", "hierarchical_sgd averages parameters exactly"),
+        ("silent(3)", "silent: too many positional arguments"),
+    ],
+)
+def test_an_error_of_a_recipe_s_part_names_the_recipe_and_its_argument(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        laconic.strategy(text)
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(wanted)}"):
+        eval(f"laconic.{text.replace('Cast', 'laconic.Cast')}")
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("diloco(reducer=PowerSGD(rank=0))", "diloco: reducer: PowerSGD: rank must be a whole number, at least 1, got 0"),
+        ("diloco(8, reducer=ErrorFeedback(TopK(2)))", "diloco: reducer: ErrorFeedback: inner: TopK: ratio must be"),
+        ("local_sgd(QSR(0, 0.1))", "local_sgd: period: QSR: base must be at least 1 step, got 0"),
+        ("local_sgd(period=QSR(4, 'x'))", "local_sgd: period: QSR: alpha must be above 0"),
+        ("ddp(reducer=Cats())", "ddp: reducer: unknown name 'Cats'; did you mean 'Cast'?"),
+    ],
+)
+def test_an_error_inside_a_text_says_where_it_is(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(wanted)}"):
+        laconic.strategy(text)
+
+
+def test_only_texts_and_strategies() -> None:
+    with pytest.raises(TypeError, match="a Strategy or a text such as 'bf16\\(\\)', got int"):
+        laconic.strategy(3)  # type: ignore[arg-type]
+
+
+def test_schedules_refuse_what_makes_no_sense() -> None:
+    with pytest.raises(ValueError, match="period must be at least 1, got 0"):
+        laconic.Every(0)
+    with pytest.raises(ValueError, match="start must be 0 or more steps, got -2"):
+        laconic.Every(1, start=-2)
