@@ -37,6 +37,7 @@ def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], 
     model = stack(LAYERS, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     run = laconic.attach(model, optimizer, text)
+    inspector = engine_of(run).inspector
     meter, own = Timed(laconic.Meter(run, folder, every=0)), 0.0
     block = stepper(model, optimizer, torch.ones(BATCH, WIDTH), BLOCK)
     seconds: dict[str, list[float]] = {"off": [], "on": [], "looking": []}
@@ -44,7 +45,7 @@ def measure(rank: int, text: str, folder: str) -> tuple[dict[str, list[float]], 
         names = list(seconds)[round_ % 3 :] + list(seconds)[: round_ % 3]
         for name in names:
             engine_of(run).observers[:] = [] if name == "off" else [meter]
-            engine_of(run).probe.watching, engine_of(run).probe.looking = name != "off", name == "looking"
+            inspector.watching, inspector.looking = name != "off", name == "looking"
             meter.meter._every = int(name == "looking")
             meter.seconds = 0.0
             start = time.perf_counter()

@@ -1,3 +1,3 @@
 """What pytest must know."""
 
-collect_ignore = ["scripts"]  # they are run by torchrun, and importing them would run them
+collect_ignore = ["script/scripts"]  # they are run by torchrun, and importing them would run them

@@ -267,13 +267,13 @@ def test_drift_is_the_distance_from_the_mean(tmp_path: Path) -> None:
 def losses(scale: float) -> list[float]:
     """What each of three exchanges loses, as a share, of gradients of a loss that is scaled."""
     slot: Slot = {}
-    found, probe = [], Inspector()
-    probe.looking = True
+    found, inspector = [], Inspector()
+    inspector.looking = True
     for step in range(3):
         gradient = scale * torch.randn(40, generator=torch.Generator().manual_seed(step))
         bucket = Bucket(gradient, [gradient], ["weight"], [slot], 0, 1, step, step, torch.tensor(scale))
-        simulate([probe.reduce(laconic.ErrorFeedback(laconic.TopK(0.1)), bucket)])[0].finish()
-        found.append(probe.layers["weight"].error)
+        simulate([inspector.inspect(laconic.ErrorFeedback(laconic.TopK(0.1)).reduce, bucket)])[0].finish()
+        found.append(inspector.layers["weight"].error)
     return found
 
 

@@ -59,8 +59,8 @@ def test_this_torch_keeps_the_contract(live: dict[str, object]) -> None:
 def test_a_name_that_is_taken_away_is_named(live: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_new_process_group_helper")
     assert missing(live) == [
-        f"torch {torch.__version__} has no torch.distributed.distributed_c10d._new_process_group_helper, which laconic uses for "
-        "this: build a process group under a name of ours, by its members alone"
+        f"torch {torch.__version__} has no torch.distributed.distributed_c10d._new_process_group_helper, which laconic uses "
+        "for this: build a process group under a name of ours, by its members alone"
     ]
 
 
@@ -97,7 +97,7 @@ def test_what_is_used_and_missing_is_named_where_it_is_used(live: dict[str, obje
         has_rebuilt_buckets(live[DDP])  # type: ignore[arg-type]
     with pytest.raises(MissingPartError, match=r"has no torch\.distributed\.distributed_c10d\._get_default_group"):
         default_group()
-    with pytest.raises(MissingPartError, match="has no SGD._optimizer_state_dict_pre_hooks"):
+    with pytest.raises(MissingPartError, match=r"has no SGD\._optimizer_state_dict_pre_hooks"):
         state_dict_hooks(live[OPTIMIZER], "state_dict_pre")  # type: ignore[arg-type]
 
 
@@ -116,8 +116,8 @@ def test_private_parts_are_used_behind_the_door_alone(file: str) -> None:
     listed = {each.name for each in PARTS} if file.startswith(DOOR) else set()
     new = [f"line {line}: {name}" for name, line in private_uses(FILES[file], DEFINED).items() if name not in listed]
     assert not new, (
-        f"src/laconic/{file} uses private names ({'; '.join(new)}). If they are torch's, use them in a function of laconic/_torch "
-        "and add them to PARTS in _torch/parts.py; if they are laconic's own, keep them in the file that defines them"
+        f"src/laconic/{file} uses private names ({'; '.join(new)}). If they are torch's, use them in a function of "
+        "laconic/_torch and add them to PARTS in _torch/parts.py; if laconic's own, keep them in the file that defines them"
     )
 
 

@@ -38,32 +38,32 @@ def bucket(feedback: bool) -> Bucket:
 @pytest.mark.parametrize("feedback", [False, True])
 def test_a_reducer_that_is_looked_at_is_told_the_same(feedback: bool) -> None:
     SEEN.clear()
-    probe, given = Inspector(), bucket(feedback)
-    probe.looking = True
-    (result,) = simulate([probe.reduce(Recording(), given)])
-    for key in ("flat", "views", "names", "slots", "rank", "world", "step", "round", "scale"):
+    inspector, given = Inspector(), bucket(feedback)
+    inspector.looking = True
+    (result,) = simulate([inspector.inspect(Recording().reduce, given)])
+    for key in ("flat", "views", "names", "slots", "rank", "world", "step", "exchanges", "scale"):
         assert getattr(SEEN[0], key) is getattr(given, key), key
     assert SEEN[0].feedback
     assert (result.error is not None) == feedback, "nobody else asked for it"
     assert result.good is not None
-    assert probe.layers == {}, "before the exchange is finished"
+    assert inspector.layers == {}, "before the exchange is finished"
     result.finish()
-    assert [(float(layer.size), layer.error, layer.residual) for layer in probe.layers.values()] == [
+    assert [(float(layer.size), layer.error, layer.residual) for layer in inspector.layers.values()] == [
         (5.0, 0.0, None),
         (10.0, 0.8, None),
     ]
-    probe.looking = False
-    simulate([probe.reduce(Recording(), bucket(False))])
+    inspector.looking = False
+    simulate([inspector.inspect(Recording().reduce, bucket(False))])
     assert not SEEN[1].feedback
 
 
 def test_residuals_are_those_of_after_the_exchange_and_in_units_of_the_unscaled_loss() -> None:
     slot: Slot = {"error": torch.tensor([0.0, 1.0])}
-    flat, probe = torch.tensor([12.0, 8.0]), Inspector()
-    probe.looking = True
+    flat, inspector = torch.tensor([12.0, 8.0]), Inspector()
+    inspector.looking = True
     scaled = Bucket(flat, [flat], ["w"], [slot], 0, 1, 0, 0, torch.tensor(8.0))
-    simulate([probe.reduce(laconic.ErrorFeedback(laconic.TopK(0.5)), scaled)])[0].finish()
-    layer = probe.layers["w"]  # of 12 and 8 + 8 * 1, the second is sent
+    simulate([inspector.inspect(laconic.ErrorFeedback(laconic.TopK(0.5)).reduce, scaled)])[0].finish()
+    layer = inspector.layers["w"]  # of 12 and 8 + 8 * 1, the second is sent
     assert slot["error"].tolist() == [1.5, 0.0]
     assert (float(layer.size), layer.error, float(layer.residual or 0)) == (20.0, 12 / 20, 1.5)
 

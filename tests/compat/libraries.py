@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import ranks
+from tests import live
 
 
 def module(library: str, path: str) -> Any:
     """A module of torch's, or ours of the same path."""
     if library == "laconic":
         return importlib.import_module(f"laconic.compat.{path}")
-    ranks.settle_seconds = 0.3
+    live.settle_seconds = 0.3
     return importlib.import_module(f"torch.distributed.{'' if path == 'optim' else 'algorithms.'}{path}")
 
 

@@ -151,7 +151,7 @@ def test_collectives_leave_in_the_order_that_the_docs_say() -> None:
         group.left.clear()
         futures = arrive(hook, 0, 1, 2)
         assert not any(future.done() for future in futures)
-        assert not any(slot.get("count", 0) == hook.rounds + 1 for slot in memory.values()), "memory is written at the end"
+        assert not any(slot.get("count", 0) == hook.exchanges + 1 for slot in memory.values()), "memory is written at the end"
         futures += arrive(hook, 3)
         assert group.left == wanted
         assert all(future.done() for future in futures)
@@ -160,7 +160,7 @@ def test_collectives_leave_in_the_order_that_the_docs_say() -> None:
     hook.use(Rounds([1, 2, 2, 1]), group)  # nothing is known of another reducer
     arrive(hook, 0, 1, 2, 3)
     assert group.left == [(0, 0), (1, 0), (2, 0), (3, 0), (1, 1), (2, 1)]
-    assert hook.rounds == 4
+    assert hook.exchanges == 4
 
 
 def test_another_layout_of_buckets_is_expected_anew() -> None:
@@ -181,7 +181,7 @@ def test_another_layout_of_buckets_is_expected_anew() -> None:
 def test_a_bucket_knows_where_and_when_it_is() -> None:
     SEEN.clear()
     hook, _, memory = listed([1] * 4)
-    hook.step, hook.rounds, hook.scale = 7, 2, lambda: 16.0
+    hook.step, hook.exchanges, hook.scale = 7, 2, lambda: 16.0
     arrive(hook, 2, last=2)
     (one,) = SEEN
     assert (one.rank, one.world, one.step, one.round, one.scale, one.names) == (1, 3, 7, 2, 16.0, ["2"])
@@ -197,7 +197,7 @@ def test_a_backward_that_never_ended_is_forgotten_by_the_next(again: tuple[int, 
     assert all(future.done() for future in arrive(hook, *again))
     assert group.left == [(place, 0) for place in again]
     assert {name for name, slot in memory.items() if slot} == {str(place) for place in again}
-    assert (hook.rounds, hook.idle) == (1, True)
+    assert (hook.exchanges, hook.idle) == (1, True)
 
 
 def test_what_fails_says_where_and_leaves_nothing() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.local import deltas
+from laconic.local import fragments
 from laconic.local.outliers import ENOUGH
 from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
@@ -108,11 +108,11 @@ def too_large_for_the_wire(rank: int, text: str, delay: int) -> None:
 
     All the way back: neither `blend` nor `carry` keeps anything of such parameters.
     """
-    deltas.BUCKET_BYTES = 1100
+    fragments.BUCKET_BYTES = 1100
     try:
         model, optimizer, run = started(text)
     finally:
-        deltas.BUCKET_BYTES = 25 << 20
+        fragments.BUCKET_BYTES = 25 << 20
     before = weights(model)
     step_once(model, optimizer, rank, 0)
     with pytest.warns(UserWarning, match="a mean delta is not finite although each rank's was") as told:

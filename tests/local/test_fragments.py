@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import laconic
-from laconic.local.fragments import fragments, launches
+from laconic.local.agenda import Agenda
+from laconic.local.fragments import fragments
 
 SIZES = {
     "embed.weight": 6,
@@ -69,4 +70,5 @@ def test_fragments_are_balanced_by_bytes_not_by_numbers() -> None:
 def test_when_each_fragment_leaves(text: str, wanted: list[list[int]]) -> None:
     averaging = laconic.strategy(text).averaging
     assert averaging is not None
-    assert [[step + 1 for step in range(20) if schedule.due(step)] for schedule in launches(averaging)] == wanted
+    agenda = Agenda(averaging)
+    assert [[step for step in range(21) if fragment in agenda.departures(step)] for fragment in range(len(wanted))] == wanted

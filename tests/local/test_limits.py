@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic
-from laconic.local import deltas
+from laconic.local import fragments
 from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 
@@ -104,11 +104,11 @@ def nesterov_by_hand(rank: int) -> None:
     optimizer = adam(model)
     anchors = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
-    deltas.BUCKET_BYTES = 1100
+    fragments.BUCKET_BYTES = 1100
     try:
         run = laconic.attach(model, optimizer, "diloco(3, outer_momentum=0.9)")
     finally:
-        deltas.BUCKET_BYTES = 25 << 20
+        fragments.BUCKET_BYTES = 25 << 20
     with run:
         for step in range(12):
             model(vectors(rank, step)).square().sum().backward()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import laconic
 from laconic.comm import group as polling
+from laconic.comm.collectives import Collective
 from laconic.comm.scopes import OUTSTANDING
 from laconic.run.run import engine_of
 from tests.live import ranks
@@ -140,7 +141,9 @@ def groups_of_its_own(rank: int) -> None:
     """What is outstanding has a process group that nobody else uses, and that goes with the run."""
     _, _, run = started("streaming_diloco(4, fragments=1, delay=2)")
     own = engine_of(run).groups[OUTSTANDING].process_group
-    assert engine_of(run).local.deltas._group.process_group is own
+    deltas = engine_of(run).local.deltas
+    assert deltas is not None
+    assert deltas._group.process_group is own
     waiting = engine_of(run).groups[OUTSTANDING].check_peers
     assert waiting == engine_of(run).group.check_peers != polling._nothing, "waits there look after peers, too"
     assert own in dist.distributed_c10d._world.pg_map
@@ -225,7 +228,7 @@ def test_rounds_of_an_outstanding_exchange_leave_at_fixed_steps(monkeypatch: pyt
     left: list[tuple[int, str]] = []
     launch = polling.TorchGroup.launch
 
-    def noted(group: polling.TorchGroup, collective: polling.Collective) -> Any:
+    def noted(group: polling.TorchGroup, collective: Collective) -> Any:
         if collective.tensor.is_floating_point() and group is engine_of(run).groups[OUTSTANDING]:
             left.append((run.step, type(collective).__name__))
         return launch(group, collective)

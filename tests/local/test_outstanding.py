@@ -46,11 +46,11 @@ class Model:
         self.locals = [x - 0.05 * 2 * self.curvature * (x - self.sign * p) for x, p in zip(self.locals, pulls, strict=True)]
         now = done + 1
         if self.air is not None and now == self.air[0] + self.delay:
-            self.land()
+            self.complete()
         if (now - self.landing + self.delay) % 6 == 0:
             self.air = now, self.locals
             if self.delay == 0:
-                self.land()
+                self.complete()
 
     def complete(self) -> None:
         assert self.air is not None

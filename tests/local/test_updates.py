@@ -49,7 +49,8 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 def anchors_agree(run: laconic.Run) -> bool:
     """The bits that all ranks must share at every step, also where `blend` keeps replicas apart."""
-    return engine_of(run).local.deltas is None or everywhere_equal(list(engine_of(run).local.deltas.anchors.values()))
+    deltas = engine_of(run).local.deltas
+    return deltas is None or everywhere_equal(list(deltas.anchors.by_name.values()))
 
 
 def every_recipe(rank: int, reducer: str) -> None:
@@ -551,7 +552,8 @@ def sixteen(rank: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 assert engine_of(run).local.drifted or everywhere_equal(parameters(model))
-            anchors = engine_of(run).local.deltas.anchors if engine_of(run).local.deltas else {}
+            deltas = engine_of(run).local.deltas
+            anchors = deltas.anchors.by_name if deltas else {}
             assert all(anchor.dtype == torch.float32 for anchor in anchors.values())
         assert everywhere_equal(parameters(model))
         assert all(parameter.dtype == torch.bfloat16 for parameter in parameters(model))

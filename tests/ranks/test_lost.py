@@ -14,6 +14,7 @@ from torch import nn
 
 import laconic
 from laconic.comm import group as polling
+from laconic.comm.collectives import Collective
 from laconic.local import parameters as averaging
 from tests.live import last_ranks
 from tests.models import build, chain, vectors, weights
@@ -83,7 +84,7 @@ def until_killed_in_the_middle(rank: int, atomic: bool, folder: str) -> None:
     averaging.CHUNK_BYTES = 64
     launch, left = polling.TorchGroup.launch, 3
 
-    def launch_some(group: polling.TorchGroup, collective: polling.Collective) -> Any:
+    def launch_some(group: polling.TorchGroup, collective: Collective) -> Any:
         nonlocal left
         if collective.tensor.dtype == torch.float32:
             if left == 0:

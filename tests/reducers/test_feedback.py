@@ -75,8 +75,9 @@ def swapping(rank: int, scaled: bool, last: str) -> None:
             if step >= 9:
                 assert torch.allclose(start - model.module.weight, truth, atol=1e-3), "everything has been applied"
                 assert "error" not in run.state_dict()["memory"]["weight"], "what has been sent is not kept"
-                assert engine_of(run).hook is not None
-                assert engine_of(run).hook.reducer == laconic.Exact(), "nothing is left to release"
+                hook = engine_of(run).hook
+                assert hook is not None
+                assert hook.reducer == laconic.Exact(), "nothing is left to release"
             else:
                 assert not torch.allclose(start - model.module.weight, truth, atol=1e-1)
 

@@ -11,7 +11,6 @@ from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import Traffic
 from laconic.comm.dryrun import predict
 from laconic.comm.tensors import unflatten
-from laconic.forecast import warmups
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.strategies.gradient_recipes import ddp
@@ -102,7 +101,7 @@ def test_bytes_depend_on_the_warm_up_and_the_parity_of_the_round_alone(reducer: 
     shapes: Shapes = [(), (0,), (33, 7), (5,)]
     seen: dict[tuple[object, ...], Traffic] = {}
     for step in (0, 1, 2, 3, 4, 7, 100, 101):
-        key = (step % 2, *(step >= end for end in warmups(reducer)))
+        key = (step % 2, *(step >= end for end in reducer.starts))
         assert seen.setdefault(key, forecast(reducer, 3, shapes, step)) == forecast(reducer, 3, shapes, step)
 
 

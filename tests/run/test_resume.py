@@ -57,13 +57,14 @@ def started(text: str, scaled: bool) -> tuple[Any, Any, Any]:
 def step_once(model: Any, optimizer: Any, run: Any, rank: int, step: int) -> None:
     noise = torch.randn(3) * random.random()  # a step may draw random numbers, of torch's and of Python's
     loss = model(vectors(rank, step)).square().mean() + (model(vectors(rank, step)).mean(0) * noise).sum()
-    if engine_of(run).scaler is None:
+    scaler = engine_of(run).scaler
+    if scaler is None:
         loss.backward()
         optimizer.step()
     else:
-        engine_of(run).scaler.scale(loss * (float("inf") if (rank, step) == (1, 3) else 1.0)).backward()
-        engine_of(run).scaler.step(optimizer)
-        engine_of(run).scaler.update()
+        scaler.scale(loss * (float("inf") if (rank, step) == (1, 3) else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
     optimizer.zero_grad()
 
 

@@ -47,8 +47,9 @@ def swap(rank: int) -> None:
         before = run.stats()
         run.swap("bf16()")
         assert str(run.strategy) == "bf16()"
-        assert engine_of(run).hook is not None
-        assert engine_of(run).hook.strategy == "bf16()", "an error in backward names it"
+        hook = engine_of(run).hook
+        assert hook is not None
+        assert hook.strategy == "bf16()", "an error in backward names it"
         some_steps(model, optimizer, rank, range(5, 10))
         after = run.stats()
         assert after.collectives - before.collectives == 2 * 5 * len(run.layout())

@@ -24,7 +24,7 @@ State = dict[str, Tensor]
 
 def by_hand(rank: int, text: str) -> tuple[list[State], list[tuple[int, int]], int]:
     """The same loops in blocks of attach: weights, (steps, bytes) by run, runs with an exchange outstanding at their end."""
-    from tests.scripts.fits import everything
+    from tests.script.scripts.fits import everything
 
     runs: list[laconic.Run] = []
     outstanding = 0
@@ -36,7 +36,7 @@ def by_hand(rank: int, text: str) -> tuple[list[State], list[tuple[int, int]], i
             runs.append(run)
             yield
             deltas = engine_of(run).local.deltas
-            outstanding += deltas is not None and deltas.airborne
+            outstanding += deltas is not None and deltas.outstanding
 
     nets = everything(around)
     return [net.state_dict() for net in nets], [(run.stats().steps, run.stats().wire_bytes) for run in runs], outstanding

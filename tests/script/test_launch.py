@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from laconic.lab.link import Link
 from laconic.run import environment
 from laconic.script import __main__ as script
 from laconic.script import launch
@@ -72,7 +71,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str, **more: Any) -> tup
 
     monkeypatch.setattr(launch, "_torchrun", torchrun)
     try:
-        assert launch.launch("diloco(64)", [*arguments, __file__, "--epochs", "3"], Link(), **more) == 5
+        assert launch.launch("diloco(64)", [*arguments, __file__, "--epochs", "3"], **more) == 5
         return given[0], {name: value for name, value in os.environ.items() if before.get(name) != value}
     finally:
         for name in set(os.environ) - set(before):

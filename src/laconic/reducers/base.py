@@ -87,7 +87,8 @@ class Reducer(ABC):
 
     def parts(self) -> list["Reducer"]:
         """The reducers that it is made of."""
-        values = [getattr(self, part.name) for part in fields(self)] if is_dataclass(self) else []
+        assert is_dataclass(self), "a reducer is a frozen dataclass"
+        values = [getattr(self, part.name) for part in fields(self)]
         return [value for value in values if isinstance(value, Reducer)]
 
     def memories(self) -> dict[str, Memory]:

@@ -104,9 +104,10 @@ class OuterOptimizer(Outer):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, type) or not issubclass(self.optimizer, Optimizer):  # type: ignore[redundant-expr]  # a text
+        kind: object = self.optimizer  # from a text, it may be anything
+        if not isinstance(kind, type) or not issubclass(kind, Optimizer):
             raise TypeError(f"optimizer must be a class of optimizers such as torch.optim.Adam, got {self.optimizer!r}")
-        if not isinstance(self.options, Mapping):  # type: ignore[redundant-expr]  # from a text, it may be anything
+        if not isinstance(self.options, Mapping):
             raise TypeError(f"options must be the optimizer's arguments by name, such as {{'lr': 0.1}}, got {self.options!r}")
         object.__setattr__(self, "options", dict(self.options))
         try:

@@ -92,8 +92,8 @@ class _Reader:
             case ast.Call(func=ast.Name() | ast.Attribute() as target, args=args, keywords=keywords):
                 return self.call(target, args, keywords)
             case ast.Name() | ast.Attribute():
-                _, target = self.named(node)
-                return target if _is_optimizer(target) else self.call(node, [], [])
+                _, named = self.named(node)
+                return named if _is_optimizer(named) else self.call(node, [], [])
         raise self.error(node, "only names, calls and literals can stand here")
 
     def named(self, node: ast.Name | ast.Attribute) -> tuple[str, Callable[..., object]]:
