@@ -107,7 +107,7 @@ def main() -> None:
     legend = (
         f"One averaging of {sum(p.numel() for p in model().parameters()) / 1e6:.0f} million fp32 parameters, {WORLD} processes "
         f"on one machine's loopback, {REPEATS} interleaved repeats (4 over the limited link). Memory: pages held "
-        "beyond those of the model, at most. Atomic: nothing is written before all has landed, as in strategies by default."
+        "beyond those of the model, at most. Atomic: nothing is written before all has arrived, as in strategies by default."
     )
     report("averaging_cost", "Averaging parameters, beside torch's PeriodicModelAverager", rows, legend, ratios)
 

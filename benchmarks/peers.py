@@ -38,7 +38,7 @@ class Trainee:
     optimizer: Optimizer
     after: Callable[[], object] = lambda: None  # what the user must call after each step
     period: int = 1
-    warm: int = 0  # after so many steps, and whole periods more, nothing is in the air
+    warm: int = 0  # after so many steps, and whole periods more, nothing is outstanding
     stack: ExitStack = field(default_factory=ExitStack)  # closed in the end
 
     def step(self, batch: Tensor) -> None:

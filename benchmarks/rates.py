@@ -1,4 +1,4 @@
-"""Steps a second behind links of several rates: torch's hooks, torchft, accelerate and ours, beside a run that never talks."""
+"""Steps a second behind links of several rates: torch's hooks, torchft, accelerate and ours, beside no communication."""
 
 import gc
 import json
@@ -20,8 +20,8 @@ from laconic.lab.link import Link, parse, sent_bytes, start
 from laconic.lab.tasks import BytesGPT
 
 HOSTS, ROUNDS, SIZE = 4, 6, "1m"
-BESIDE = 8  # silent steps before and after each block: its own measure, taken at the same time
-LINKS = {"none": 12, "1gbit": 12, "100mbit": 8, "10mbit": 3}  # and the steps a block of those that talk in every step
+BESIDE = 8  # steps without communication before and after each block: its own measure, taken at the same time
+LINKS = {"none": 12, "1gbit": 12, "100mbit": 8, "10mbit": 3}  # and the steps a block of those that communicate in every step
 # torchft in processes of its own: its heartbeats would be on the others' cable.
 GROUPS: dict[str, Mapping[str, peers.Making]] = {
     "torch": {**peers.LIMIT, **peers.PLAIN, **peers.TORCH, **peers.ACCELERATE, **peers.OURS},
@@ -54,7 +54,7 @@ def block(one: peers.Trainee, batches: Iterator[Tensor], steps: int) -> tuple[fl
 
 
 def host(group: str, few: int) -> None:
-    """All of a group, block by block in turn, as one of the hosts; a round later the turn begins with another one."""
+    """All of a group, block by block in turn, as one of the hosts; a repeat later the turn begins with another one."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
@@ -131,8 +131,8 @@ def main() -> None:
         legend = (
             f"Byte-level transformer of 0.86 million parameters, AdamW, {HOSTS} processes on one machine, link: {text}"
             f"{'' if text == 'none' else ' each (network namespaces, tbf both ways)'}. 'share': the time of a run that never "
-            f"talks over this one's: the median of {ROUNDS} rounds, each beside the {BESIDE} silent steps before and after it, "
-            "+- its standard error; 'best': of the quickest blocks. "
+            f"communicates over this one's: the median of {ROUNDS} repeats, each beside the {BESIDE} steps before and after "
+            "it that send nothing, +- its standard error; 'best': of the quickest blocks. "
             f"'kB': what the kernel counted on the first process's cable, a step. Those with a number averaged every "
             f"{peers.PERIOD} steps. torchft ran in processes of its own, since its heartbeats are on the cable too."
         )

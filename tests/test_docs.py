@@ -43,7 +43,7 @@ def test_the_script_in_docs_attach(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "train.py")]
     done = finished(command)
     assert done.returncode == 0, done.stderr
-    assert "Stats(steps=20, rounds=20" in done.stdout
+    assert "Stats(steps=20, exchanges=20" in done.stdout
     assert "['module" not in done.stdout, "names are the module's own"
 
 
@@ -57,7 +57,7 @@ def test_the_script_in_docs_torch(tmp_path: Path) -> None:
     assert "steps: 40 numbers sent, times fewer: 13.0" in done.stdout
 
 
-@pytest.mark.parametrize(("page", "name"), [("docs/reducers.md", "Half"), ("CONTRIBUTING.md", "Halve")])
+@pytest.mark.parametrize(("page", "name"), [("docs/extending.md", "Half"), ("CONTRIBUTING.md", "Halve")])
 def test_the_reducers_that_are_shown_can_be_used_as_they_stand(
     page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

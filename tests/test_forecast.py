@@ -16,7 +16,7 @@ from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import Run, layout
 from tests.reducers.every import EVERY, NAMES
 
-Asked = tuple[list[tuple[int, ...]], torch.dtype, int, int, int]  # shapes, dtype, world, step, round
+Asked = tuple[list[tuple[int, ...]], torch.dtype, int, int, int]  # shapes, dtype, world, step, exchange
 SIZES = {"node": 2}
 WARM = [
     "ddp(reducer=Warmup(3, AlternatingPowerSGD(1), before=Warmup(2, Exact(), Cast('fp16'))))",

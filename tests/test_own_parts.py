@@ -145,6 +145,18 @@ def test_a_schedule_without_a_start_and_a_warm_up() -> None:
         laconic.strategy("local_sgd(Until(5), warmup=3)")
 
 
+def test_a_strategy_has_one_warm_up_wherever_it_is_given() -> None:
+    strategy = laconic.diloco(laconic.Every(8, start=100))
+    assert strategy.warmup == 100
+    assert (strategy.averaging, strategy.route) == (
+        laconic.diloco(8, warmup=100).averaging,
+        laconic.diloco(8, warmup=100).route,
+    )
+    assert laconic.local_sgd(laconic.QSR(4, 0.02), warmup=5) == laconic.local_sgd(laconic.QSR(4, 0.02, start=5))
+    with pytest.raises(ValueError, match="local_sgd: period starts after 3 steps and warmup is 5: give one of the two"):
+        laconic.local_sgd(laconic.Every(8, start=3), warmup=5)
+
+
 def test_an_outer_optimizer_takes_the_place_of_its_numbers() -> None:
     with pytest.raises(ValueError, match="diloco: outer takes the place of outer_lr and outer_momentum"):
         laconic.diloco(outer=laconic.Adopt(), outer_lr=0.5)

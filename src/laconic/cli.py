@@ -220,7 +220,7 @@ def show(
 
 @app.command("list")
 def list_() -> None:
-    """Strategies, reducers and schedules, with what they do, their bytes and their papers."""
+    """Strategies, reducers, schedules and outer optimizers, with what they do, their bytes and their papers."""
     from rich.console import Console
 
     from laconic.lab.catalogue import entries

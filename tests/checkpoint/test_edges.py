@@ -443,7 +443,7 @@ def changing(rank: int, make: Any, optimizer: Any, texts: list[str], folder: str
     ("world", "make", "optimizer", "texts", "saves"),
     [
         (2, chain, one, ["ddp(reducer=ErrorFeedback(PowerSGD(1)))", "int8()"], [4, 6]),  # residuals still to be sent
-        (3, chain, one, ["diloco(3)", "ddp()"], [5, 6]),  # the first backward that talks comes after the swap
+        (3, chain, one, ["diloco(3)", "ddp()"], [5, 6]),  # the first backward that communicates comes after the swap
         (3, Turning, one, ["ddp()", "ddp()"], [2, 5]),
         (2, chain, two, ["local_sgd(2)", "local_sgd(2)"], [3, 6]),  # one optimizer is ahead of the other
     ],

@@ -285,7 +285,7 @@ def residuals(run: Any) -> dict[str, Tensor]:
 
 
 def outstanding(run: Any) -> dict[str, Tensor]:
-    exchanges = (run.state_dict()["local"]["deltas"] or {"air": []})["air"]
+    exchanges = (run.state_dict()["local"]["deltas"] or {"outstanding": []})["outstanding"]
     return {f"outstanding {name}": delta.double() for one in exchanges for name, delta in one["deltas"].items()}
 
 

@@ -20,6 +20,8 @@ def tree(rank: int) -> dict[str, Any]:
         "scaler": None,
         "run": {
             "rank": rank,
+            "strategy": "powersgd()",
+            "whose": {},
             "memory": {"w": {"q": torch.tensor([float(rank)]), **error}},
             "local": {"deltas": None, "drifted": True},
             "kept": [],
@@ -68,11 +70,11 @@ def test_means_of_16_bit_residuals_do_not_overflow_on_the_way() -> None:
 def saved() -> dict[str, Any]:
     """What rank 0 may have saved in mid-period, with a delta outstanding."""
     slot = {"error": torch.ones(2), "q": torch.ones(1)}
-    deltas = {"anchors": {"w": torch.ones(2)}, "outer": {}, "memory": {"w": slot}, "rounds": 1, "norms": [], "skipped": 0}
-    deltas |= {"clean": True, "air": [{"deltas": {"w": torch.ones(2)}}]}
+    deltas = {"anchors": {"w": torch.ones(2)}, "outer": {}, "memory": {"w": slot}, "exchanges": 1, "norms": [], "skipped": 0}
+    deltas |= {"clean": True, "outstanding": [{"deltas": {"w": torch.ones(2)}}]}
     local = {"syncs": 1, "skipped": 0, "last": 2, "rate": None, "drifted": True, "deltas": deltas}
-    state = {"version": VERSION, "rank": 0, "strategy": "diloco()", "step": 3, "ahead": [0], "rounds": 3, "order": ["w"]}
-    state |= {"memory": {"w": dict(slot)}, "local": local, "counts": Counts().state()}
+    state = {"version": VERSION, "rank": 0, "strategy": "diloco()", "step": 3, "ahead": [0], "exchanges": 3, "order": ["w"]}
+    state |= {"memory": {"w": dict(slot)}, "local": local, "counts": Counts().state(), "whose": {"error": "own", "q": "shared"}}
     return {**state, "kept": kept_of(state["memory"], deltas)}  # type: ignore[arg-type]
 
 
@@ -99,7 +101,7 @@ def test_a_state_that_has_lost_something_is_refused() -> None:
         with pytest.raises(ValueError, match=r"the state is damaged|version|rank None"):
             read(without(path))
     own: list[list[Any]] = [["memory", "w", "error"], ["local", "deltas", "memory", "w", "q"]]
-    for path in [*own, ["local", "deltas", "air", 0, "deltas", "w"]]:
+    for path in [*own, ["local", "deltas", "outstanding", 0, "deltas", "w"]]:
         with pytest.raises(ValueError, match="of 5 tensors that this rank kept, 4 are here"):
             read(without(path))
     wide = saved()
@@ -114,6 +116,6 @@ def test_of_another_rank_s_state_residuals_are_left_out() -> None:
     state = read(replicated(first, 1), rank=1)
     assert state.memory["w"].keys() == state.local["deltas"]["memory"]["w"].keys() == {"q"}
     assert state.local["drifted"] is False
-    assert (state.step, state.rounds, state.local["syncs"], state.order) == (3, 3, 1, ["w"])
+    assert (state.step, state.exchanges, state.local["syncs"], state.order) == (3, 3, 1, ["w"])
     unlike = difference(first, kept)
     assert unlike is None, unlike

@@ -2,7 +2,7 @@
 
 For each reducer whose collectives carry enough that framing doesn't matter.
 
-All ranks talk through the namespace's loopback and nothing else does, so its counter is the sum of what they sent.
+All ranks communicate through the namespace's loopback and nothing else does, so its counter is the sum of what they sent.
 """
 
 import fcntl

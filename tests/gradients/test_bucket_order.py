@@ -80,11 +80,11 @@ def test_a_new_ddp_believes_in_any_order_and_nothing_else_changes() -> None:
         assert all(now is then for now, then in zip([parameter.grad for parameter in model.parameters()], kept, strict=True))
         assert all(parameter.grad is None or bool((parameter.grad == 3).all()) for parameter in model.parameters())
         assert called == []
-        assert run.stats().collectives == run.stats().rounds == 0
+        assert run.stats().collectives == run.stats().exchanges == 0
         with torch.enable_grad():
             model(vectors(0, 0)).sum().backward()
         assert [name for bucket in run.layout() for name in bucket] == order
-        assert run.stats().rounds == 1
+        assert run.stats().exchanges == 1
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])

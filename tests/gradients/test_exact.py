@@ -47,7 +47,7 @@ def train(rank: int, attached: bool, steps: int, options: dict[str, Any]) -> tup
         history.append([*gradients, *weights(model)])
     buckets = len(run.layout()) if run else 0
     if run:
-        assert run.stats().rounds == run.stats().steps == steps
+        assert run.stats().exchanges == run.stats().steps == steps
         run.detach()
     return history, buckets
 

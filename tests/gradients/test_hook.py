@@ -74,7 +74,7 @@ def test_how_long_a_failed_backward_is_waited_for_is_set_in_one_place(monkeypatc
     assert Stuck.waits == [pytest.approx(0.25, abs=0.1)]
 
 
-class Landed:
+class Complete:
     """A collective of one rank, which is over at once."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -99,11 +99,11 @@ class Listed:
         self.left: list[tuple[int, ...]] = []
         self.broken = False
 
-    def launch(self, collective: Collective) -> Landed:
+    def launch(self, collective: Collective) -> Complete:
         if self.broken:
             raise RuntimeError("connection reset")
         self.left.append(tuple(int(number) for number in collective.tensor.tolist()))
-        return Landed(collective.tensor)
+        return Complete(collective.tensor)
 
 
 SEEN: list[Bucket] = []
@@ -184,7 +184,7 @@ def test_a_bucket_knows_where_and_when_it_is() -> None:
     hook.step, hook.exchanges, hook.scale = 7, 2, lambda: 16.0
     arrive(hook, 2, last=2)
     (one,) = SEEN
-    assert (one.rank, one.world, one.step, one.round, one.scale, one.names) == (1, 3, 7, 2, 16.0, ["2"])
+    assert (one.rank, one.world, one.step, one.exchanges, one.scale, one.names) == (1, 3, 7, 2, 16.0, ["2"])
     assert one.slots[0] is memory["2"]
     assert not one.feedback
 

@@ -230,7 +230,14 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.
     mark = f"seen{os.getpid()}{signal_}"
     arguments = [*TINY, "--link", link, "--steps", "30"]
     command = [sys.executable, "-m", "laconic.cli", *arguments]
-    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "MARK": mark}, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "MARK": mark},
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     deadline = time.monotonic() + 60
     while not (tmp_path / "out/results.json").exists() and time.monotonic() < deadline:
         time.sleep(0.05)

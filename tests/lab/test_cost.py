@@ -46,4 +46,4 @@ def test_what_is_in_the_air_during_a_look_is_on_the_cable_too() -> None:
     sent = streaming.wire_bytes_per_step
     assert sent["kernel"] is not None
     assert sent["counted"] is not None
-    assert 1 < sent["kernel"] / sent["counted"] < 1.05, "0.967 without waiting for what is in the air"
+    assert 1 < sent["kernel"] / sent["counted"] < 1.05, "0.967 without waiting for what is outstanding"

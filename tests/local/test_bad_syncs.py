@@ -1,4 +1,4 @@
-"""Rounds that are skipped by all ranks alike, and replicas that are not what they should be."""
+"""Syncs that are skipped by all ranks alike, and replicas that are not what they should be."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ def step_once(model: Any, optimizer: Any, rank: int, step: int) -> None:
 
 
 def out_of_line(rank: int, text: str, ends: int, delay: int, value: float) -> None:
-    """After ten rounds of two steps, rank 1's replica jumps."""
+    """After ten syncs of two steps, rank 1's replica jumps."""
     model, optimizer, run = started(text)
     for step in range(40):
         if step == 25 and rank == 1:
@@ -35,7 +35,7 @@ def out_of_line(rank: int, text: str, ends: int, delay: int, value: float) -> No
                 next(model.parameters()).add_(value)
         if step + 1 == ends + delay:
             anchors = {name: anchor.clone() for name, anchor in run.state_dict()["local"]["deltas"]["anchors"].items()}
-            with pytest.warns(UserWarning, match=rf"the round of step {ends} is skipped: (replicas came|the parameters)"):
+            with pytest.warns(UserWarning, match=rf"the sync of step {ends} is skipped: (replicas came|the parameters)"):
                 step_once(model, optimizer, rank, step)
             assert run.stats().skipped == 1
             now = run.state_dict()["local"]["deltas"]["anchors"]
@@ -59,12 +59,12 @@ def out_of_line(rank: int, text: str, ends: int, delay: int, value: float) -> No
         ("streaming_diloco(2, fragments=1, delay=1, outlier=6.0)", 27, 1),
     ],
 )
-def test_a_round_out_of_line_is_skipped(text: str, ends: int, delay: int, value: float) -> None:
+def test_a_sync_out_of_line_is_skipped(text: str, ends: int, delay: int, value: float) -> None:
     ranks(2, out_of_line, text, ends, delay, value)
 
 
 def resumed_before_a_jump(rank: int) -> None:
-    """A resumed run remembers how large the rounds before were: the first one after the resume can be out of line."""
+    """A resumed run remembers how large the syncs before were: the first one after the resume can be out of line."""
     model, optimizer, run = started("diloco(1, outlier=6.0)")
     for step in range(ENOUGH):
         step_once(model, optimizer, rank, step)
@@ -72,10 +72,10 @@ def resumed_before_a_jump(rank: int) -> None:
     if rank == 1:
         with torch.no_grad():
             next(model.parameters()).add_(100.0)
-    with pytest.warns(UserWarning, match=rf"the round of step {ENOUGH + 1} is skipped: replicas came"):
+    with pytest.warns(UserWarning, match=rf"the sync of step {ENOUGH + 1} is skipped: replicas came"):
         step_once(model, optimizer, rank, ENOUGH)
     run.load_state_dict(copy.deepcopy(run.state_dict()))
-    assert run.stats().skipped == 1, "a round that was skipped before a resume counts once"
+    assert run.stats().skipped == 1, "a sync that was skipped before a resume counts once"
     run.detach()
 
 
@@ -122,7 +122,7 @@ def too_large_for_the_wire(rank: int, text: str, delay: int) -> None:
                     list(model.parameters())[place].add_(1e5 if step == 1 else 1.0)
             step_once(model, optimizer, rank, step)
     assert len([one for one in told if "mean delta" in str(one.message)]) == 1
-    assert run.stats().skipped == 1, "one round"
+    assert run.stats().skipped == 1, "one sync"
     same = [torch.equal(now, then) for now, then in zip(weights(model), before, strict=True)]
     assert same[0]
     assert same[4]

@@ -98,7 +98,7 @@ def still_apart(rank: int) -> None:
 
 
 def other_entries(rank: int) -> None:
-    """What is drawn differs between rounds."""
+    """What is drawn differs between exchanges."""
     model, optimizer, run = started("local_sgd(1, reducer=RandomK(0.1))", size=100)
     moved = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Which rounds are out of line."""
+"""Which syncs are out of line."""
 
 import math
 

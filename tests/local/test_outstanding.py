@@ -1,4 +1,4 @@
-"""Fragments in the air: every value at every step, against formulas on numbers; checkpoints in mid-air; overlap's order."""
+"""Outstanding fragments: every value at every step, against formulas on numbers; checkpoints meanwhile; overlap's order."""
 
 import copy
 import io
@@ -32,35 +32,33 @@ class Two(nn.Module):
 class Model:
     """Streaming DiLoCo of one number, by its formulas: plain SGD inside, Nesterov outside."""
 
-    def __init__(
-        self, start: float, curvature: float, sign: float, landing: int, delay: int, blend: float, carry: bool
-    ) -> None:
+    def __init__(self, start: float, curvature: float, sign: float, ending: int, delay: int, blend: float, carry: bool) -> None:
         self.locals, self.anchor, self.m = [start, start], start, 0.0
-        self.curvature, self.sign, self.landing = curvature, sign, landing
+        self.curvature, self.sign, self.ending = curvature, sign, ending
         self.delay, self.blend, self.carry = delay, blend, carry
-        self.air: tuple[int, list[float]] | None = None  # when it left, and where the replicas were
+        self.outstanding: tuple[int, list[float]] | None = None  # when it left, and where the replicas were
 
     def step(self, done: int) -> None:
         """`done` steps have been made before."""
         pulls = [0.5 * (rank + 1) + 0.1 * done for rank in range(2)]
         self.locals = [x - 0.05 * 2 * self.curvature * (x - self.sign * p) for x, p in zip(self.locals, pulls, strict=True)]
         now = done + 1
-        if self.air is not None and now == self.air[0] + self.delay:
+        if self.outstanding is not None and now == self.outstanding[0] + self.delay:
             self.complete()
-        if (now - self.landing + self.delay) % 6 == 0:
-            self.air = now, self.locals
+        if (now - self.ending + self.delay) % 6 == 0:
+            self.outstanding = now, self.locals
             if self.delay == 0:
                 self.complete()
 
     def complete(self) -> None:
-        assert self.air is not None
-        left = self.air[1]
+        assert self.outstanding is not None
+        left = self.outstanding[1]
         delta = sum(self.anchor - x for x in left) / 2
         self.m = 0.6 * self.m + delta
         self.anchor -= 0.7 * (delta + 0.6 * self.m)
         there = [self.anchor + self.carry * (x - was) for x, was in zip(self.locals, left, strict=True)]
         self.locals = [self.blend * x + (1 - self.blend) * y for x, y in zip(self.locals, there, strict=True)]
-        self.air = None
+        self.outstanding = None
 
 
 def streams(rank: int, delay: int, blend: float, carry: bool) -> None:
@@ -78,7 +76,7 @@ def streams(rank: int, delay: int, blend: float, carry: bool) -> None:
                 assert layer.weight.item() == pytest.approx(number.locals[rank], rel=1e-5), (step, delay, blend)
         with run.consensus("anchor"):
             assert model.first.weight.item() == pytest.approx(numbers[0].anchor, rel=1e-5)
-            assert run.stats().aside_bytes == 0
+            assert run.stats().background_bytes == 0
     assert everywhere_equal(weights(model))
 
 

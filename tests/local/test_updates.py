@@ -296,7 +296,7 @@ def inside_and_between(rank: int) -> None:
             rows: list[float] = [0.0] * 4
             dist.all_gather_object(rows, sum(p.double().sum().item() for p in model.parameters()))
             assert len(set(rows)) == (1 if step % 3 == 2 else 2)
-    assert run.stats().rounds == 0
+    assert run.stats().exchanges == 0
 
 
 @pytest.mark.soak
@@ -314,7 +314,7 @@ def on_loan(rank: int) -> None:
             assert everywhere_equal(weights(model))
         assert same_bits(mine, weights(model))
         assert run.stats().wire_bytes == sent
-        assert run.stats().aside_bytes > 0
+        assert run.stats().background_bytes > 0
         with run.consensus("anchor"):
             assert everywhere_equal(weights(model))
         assert same_bits(mine, weights(model))
@@ -375,7 +375,7 @@ def test_a_failure_inside_the_block_is_heard_of(name: str) -> None:
 
 
 def uneven(rank: int, name: str) -> None:
-    for fewer in range(1, 5):  # whatever is in the air then
+    for fewer in range(1, 5):  # whatever is outstanding then
         model = chain()
         optimizer = adam(model)
         more = ", moments={'exp_avg': 3}" if name == "local_sgd" else ""
@@ -466,7 +466,7 @@ def refused(rank: int) -> None:
         with pytest.raises(ValueError, match=why):
             laconic.attach(model, optimizer, text)
     ddp = build(Odd, find_unused_parameters=True)
-    with pytest.raises(ValueError, match="talks with all ranks in every backward"):
+    with pytest.raises(ValueError, match="communicates with all ranks in every backward"):
         laconic.attach(ddp, adam(ddp), "post_local_sgd(2, 4, subgroup='node')")
     short = build(chain)
     optimizer = adam(short)
@@ -490,11 +490,11 @@ def foretold(rank: int, text: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         stats = run.stats()
-        layout = run.layout() if stats.rounds else []
+        layout = run.layout() if stats.exchanges else []
     predicted = laconic.predict(text, model, world_size=2, step=0, steps=14, buckets=layout)
     assert stats.wire_bytes == predicted.wire_bytes
     assert stats.payload_bytes == predicted.payload_bytes
-    assert stats.rounds or stats.collectives == predicted.collectives, "DDP's first backward has other buckets"
+    assert stats.exchanges or stats.collectives == predicted.collectives, "DDP's first backward has other buckets"
 
 
 @pytest.mark.parametrize(

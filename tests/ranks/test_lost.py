@@ -88,7 +88,7 @@ def until_killed_in_the_middle(rank: int, atomic: bool, folder: str) -> None:
         nonlocal left
         if collective.tensor.dtype == torch.float32:
             if left == 0:
-                time.sleep(1)  # what it launched lands everywhere
+                time.sleep(1)  # what it launched arrives everywhere
                 os.kill(os.getpid(), signal.SIGKILL)
             left -= 1
         return launch(group, collective)

@@ -27,7 +27,7 @@ def test_a_peer_that_has_left_is_missed_by_those_who_wait(calls: list[Presence])
     second.step = 4
     second.report("left after 4 steps")
     first.step = 6
-    first.check_peers_in_background()  # what is outstanding can still land
+    first.check_peers_in_background()  # what is outstanding can still be completed
     wanted = (
         r"^the ranks are not in step: rank 3 is in step 7, rank 5 left after 4 steps; "
         r"give every rank as many batches, or attach with uneven='stop'$"

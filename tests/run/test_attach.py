@@ -262,7 +262,7 @@ def uneven(rank: int, steps: list[int], options: dict[str, Any], norm: bool) -> 
     assert time.monotonic() - start < 30
     if not message:
         assert everywhere_equal(list(model.parameters()))
-        dist.barrier()  # nothing is left in the air
+        dist.barrier()  # nothing is left outstanding
     return run.stats().steps, message
 
 

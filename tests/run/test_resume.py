@@ -124,7 +124,7 @@ def test_resume_with_a_grad_scaler(tmp_path: Path) -> None:
     ("text", "at"),
     [
         ("powersgd(rank=2, warmup=3)", 2),  # the warm-up isn't over
-        ("streaming_diloco(4, fragments=2, delay=2)", 7),  # a fragment is in the air
+        ("streaming_diloco(4, fragments=2, delay=2)", 7),  # a fragment is outstanding
     ],
 )
 def test_resume_on_four_ranks(text: str, at: int, tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def counted(rank: int, strategy: str, folder: str) -> None:
         half_of(run, 4)
         whole = run.stats()
         run.detach()
-    assert 2 * half.aside_bytes == whole.aside_bytes
-    assert bool(half.aside_bytes) == ("diloco" in strategy)
+    assert 2 * half.background_bytes == whole.background_bytes
+    assert bool(half.background_bytes) == ("diloco" in strategy)
     assert whole.counted_steps == whole.steps == 8
     kept = copy.deepcopy(state)
     new = laconic.attach(model, optimizer, strategy)

@@ -153,7 +153,7 @@ def silent(rank: int, ddp: bool) -> None:
                 run.sync()
         assert same_bits(weights(module), mine), "and back, bit for bit"
         assert run.stats().wire_bytes == 0
-        assert run.stats().aside_bytes > 0
+        assert run.stats().background_bytes > 0
     assert same_bits(weights(module), means)
     assert [p.data_ptr() for p in model.parameters()] == pointers
     assert module.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr, operator]
@@ -202,7 +202,8 @@ def resume(rank: int) -> None:
         ({**saved["run"], "version": 99}, "got 99"),
         ({**saved["run"], "strategy": "ddp()"}, "the state is of the strategy ddp\\(\\), attached is bf16\\(warmup=3\\)"),
         ({**saved["run"], "memory": {"nobody": {}}}, "'nobody'"),
-        ({key: value for key, value in saved["run"].items() if key != "rounds"}, "damaged: KeyError: 'rounds'"),
+        ({key: value for key, value in saved["run"].items() if key != "exchanges"}, "damaged: KeyError: 'exchanges'"),
+        ({**saved["run"], "whose": {"error": "mine"}}, "damaged: ValueError: memory is 'own' or 'shared', got 'mine'"),
         ({**saved["run"], "memory": {"0.weight": {"error": 3}}, "kept": ["0.weight: error"]}, "must be tensors"),
         ({**saved["run"], "memory": {"0.weight": {"error": torch.zeros(1)}}}, "save laconic.checkpoint.RankState"),
         ({**saved["run"], "rank": 7}, "this is the state of rank 7, and here is rank"),
@@ -256,7 +257,7 @@ def copies(rank: int, strategy: str) -> None:
         some_steps(model, optimizer, rank, range(3, 5))
     fresh = laconic.attach(ema, sgd(ema), "bf16()")
     some_steps(ema, torch.optim.SGD(ema.parameters(), lr=0.1), rank, range(2))
-    assert fresh.stats().rounds == 2
+    assert fresh.stats().exchanges == 2
     fresh.detach()
 
 
@@ -361,13 +362,13 @@ def no_sync_and_swaps(rank: int) -> None:
         model(vectors(rank, 0)).sum().backward()
         run.swap("silent()")
     some_steps(model, optimizer, rank, range(2))
-    assert run.stats().rounds == 0
+    assert run.stats().exchanges == 0
     with model.no_sync():
         run.swap("ddp()")
         model(vectors(rank, 0)).sum().backward()
-    assert run.stats().rounds == 0
+    assert run.stats().exchanges == 0
     some_steps(model, optimizer, rank, range(2))
-    assert run.stats().rounds == 2
+    assert run.stats().exchanges == 2
     run.detach()
     assert model.require_backward_grad_sync
 
@@ -407,7 +408,7 @@ def in_a_subgroup(rank: int) -> str:
     optimizer = sgd(model)
     with laconic.attach(model, optimizer, "bf16()") as run:
         some_steps(model, optimizer, rank, range(3))
-    assert run.stats().rounds == 3
+    assert run.stats().exchanges == 3
     for text in ("streaming_diloco(2, fragments=1, delay=1)", "hierarchical_sgd({1: 1, 2: 2})"):  # with groups of their own
         with laconic.attach(model, optimizer, text):
             some_steps(model, optimizer, rank, range(4))

@@ -93,7 +93,7 @@ def rolling_back(rank: int, text: str) -> None:
             step(model, optimizer, number)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         if "delay" in text:
-            assert saved[1]["laconic"]["local"]["deltas"]["air"], "an exchange is outstanding"
+            assert saved[1]["laconic"]["local"]["deltas"]["outstanding"], "an exchange is outstanding"
         for steps in detours:
             for number in range(50, 50 + steps):
                 step(model, optimizer, number)

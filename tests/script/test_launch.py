@@ -15,7 +15,7 @@ from laconic.script.exit_codes import LOST_A_PEER
 from tests.live import ranks
 from tests.script.test_auto import installed
 
-PEER = "from laconic.agreement import PeerError\n"
+PEER = "from laconic import PeerError\n"
 CODES = {
     "pass": 0,
     "import sys; sys.exit()": 0,

@@ -141,7 +141,7 @@ def test_every_argument_reaches_its_part(text: str) -> None:
         ("int8(warmup=5)", 1, 5),
         ("diloco(6, warmup=4, reducer=Warmup(9, Sign()))", 6, 4),
         ("hierarchical_sgd({4: 2, 6: 'world'}, warmup=3)", 12, 3),
-        ("slowmo(QSR(5, 0.1, 7))", 5, 0),  # a recipe's period begins where its own warm-up ends
+        ("slowmo(QSR(5, 0.1, 7))", 5, 7),  # a recipe's period begins where its own warm-up ends
         ("slowmo(QSR(5, 0.1), warmup=7)", 5, 7),
         ("Strategy(Warmup(3, Sign()), Route(((Every(1), 'world'),)), Averaging(Route(((Every(8, 6), 'world'),))))", 8, 6),
         ("Strategy(Warmup(9, Sign()), Route(((Every(1), 'world'),)), Averaging(Route(((Every(8, 6), 'world'),))))", 8, 9),

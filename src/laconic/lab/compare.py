@@ -22,7 +22,7 @@ from laconic.report.live import Board
 from laconic.report.records import Record, Results
 
 LOOKS, WARMUP = 8, 5
-QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is in the air any more
+QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is outstanding any more
 
 
 class WorkerError(RuntimeError):
@@ -42,7 +42,7 @@ class Comparison:
 
     def __post_init__(self) -> None:
         if self.workers < 2:
-            raise ValueError(f"--workers must be at least 2, got {self.workers}: one alone has nobody to talk to")
+            raise ValueError(f"--workers must be at least 2, got {self.workers}: one alone has nobody to communicate with")
 
     def jobs(self) -> Iterator[tuple[str, int]]:
         """Seed by seed, so that a slow hour of the machine hits all strategies alike."""
@@ -101,7 +101,7 @@ def resumed(results: Results, comparison: Comparison, out: Path) -> None:
 
 
 def compare(comparison: Comparison, results: Results, out: Path, board: Board) -> None:
-    """Run what isn't there yet; the record is written after each run, and the first one moves a former comparison aside."""
+    """Run what isn't there yet; the record is written after each run, and the first one renames a former comparison."""
     done = {(run.strategy, run.seed) for run in results.runs}
     for run in results.runs:
         if run.strategy in comparison.strategies:
@@ -206,7 +206,7 @@ def predicted_ms(strategy: str, step_ms: float, wire_ms: float) -> float:
 
 
 def settle_seconds(strategy: str, link: Link) -> float:
-    """How long a cable must be silent until nothing is in the air: messages that wait for each other leave gaps."""
+    """How long a cable must be silent until nothing is outstanding: messages that wait for each other leave gaps."""
     return QUIET_SECONDS + 2 * link.delay_seconds if _in_the_air(strategy) else 0.0
 
 

@@ -33,7 +33,7 @@ def delay_seconds(collectives: Mapping[str, float], workers: int, link: Link) ->
 
 
 def step_seconds(compute: float, wire: float, *, in_the_air: bool) -> float:
-    """Of a step that waits for its exchange, both; of one that leaves it in the air, the longer of the two.
+    """Of a step that waits for its exchange, both; of one that leaves it outstanding, the longer of the two.
 
     What DDP hides of an exchange behind the rest of its backward is not taken off: models that fill one or two buckets, and
     links that are slower than the backward, leave little of it.

@@ -98,7 +98,7 @@ def _waited(before: float | None, after: float | None) -> float | None:
 
 
 def _at_rest(quiet_seconds: float) -> int | None:
-    """What the kernel has sent, when that has been all for so long: what is in the air is sent while replicas stand still."""
+    """What the kernel has sent, when that has been all for so long: what is outstanding is sent while replicas stand still."""
     sent = sent_bytes()
     while sent is not None and quiet_seconds > 0:
         time.sleep(quiet_seconds)

@@ -18,7 +18,7 @@ from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, ma
 class AlternatingPowerSGD(Reducer):
     """PowerSGD that sends P in one exchange and Q in the next: one collective a bucket, half the bytes.
 
-    Maths: in even rounds P = mean M orth(Q), and the mean is P orth(Q)ᵀ; in odd rounds Q = mean Mᵀ orth(P), and the mean is
+    Maths: in even exchanges P = mean M orth(Q), and the mean is P orth(Q)ᵀ; in odd ones Q = mean Mᵀ orth(P), and the mean is
     orth(P) Qᵀ. The factor that was averaged last is the next one's basis. Biased: wrap it in ErrorFeedback.
     Bytes: 2(N-1)/N * 4(r * rows, or r * columns, + the rest), in one all-reduce a bucket.
     Paper: Zhang et al. 2023, arXiv:2306.08881 (ACP-SGD).
@@ -47,7 +47,7 @@ class AlternatingPowerSGD(Reducer):
     def _exchange(self, bucket: Bucket, parts: Split) -> Exchange:
         even = bucket.exchanges % 2 == 0
         whole = bucket.flat if bucket.flat.dtype == torch.float32 else bucket.flat.float()
-        # In even rounds the basis is Q (rank x columns) and P travels, in odd rounds the other way round.
+        # In even exchanges the basis is Q (rank x columns) and P travels, in odd ones the other way round.
         basis = warm(bucket, parts, "q" if even else "p", even, self.seed).basis()
         size = parts.tall if even else parts.wide
         message = whole.new_empty(size + parts.plain)

@@ -55,8 +55,8 @@ def set_aside(folder: Path) -> list[str]:
     """Make room for a new comparison: the one that is there, and its page, get a number. Their new names."""
     there = [folder / name for name in (FILE, PAGE) if (folder / name).exists()]
     for number in count(1):
-        aside = [file.with_stem(f"{file.stem}-{number}") for file in (folder / FILE, folder / PAGE)]
-        if not any(file.exists() for file in aside):
+        renamed = [file.with_stem(f"{file.stem}-{number}") for file in (folder / FILE, folder / PAGE)]
+        if not any(file.exists() for file in renamed):
             break
     return [file.rename(file.with_stem(f"{file.stem}-{number}")).name for file in there]
 

@@ -53,8 +53,8 @@ def _choice(base: Row, others: list[Row], limit: Row | None) -> str:
         )
     if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, GOOD):
         return (
-            f"The losses tell nothing apart: {LIMIT}, whose replicas never talk, ended within {GOOD:.0%} of {BASE}, too, so "
-            f"this was too short; give more --steps. By speed alone: {advice}"
+            f"The losses tell nothing apart: {LIMIT}, whose replicas never communicate, ended within {GOOD:.0%} of {BASE}, "
+            f"too, so this was too short; give more --steps. By speed alone: {advice}"
         )
     return advice
 

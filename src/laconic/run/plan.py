@@ -105,8 +105,8 @@ def scopes(strategy: Strategy) -> set[Scope]:
     """All groups of ranks that a strategy communicates with."""
     averaging = strategy.averaging
     between = averaging.route.scopes if averaging else set()
-    air = {OUTSTANDING} if averaging and averaging.deltas and averaging.deltas.delay else set()
-    return {*strategy.route.scopes, *between, *air}
+    outstanding = {OUTSTANDING} if averaging and averaging.deltas and averaging.deltas.delay else set()
+    return {*strategy.route.scopes, *between, *outstanding}
 
 
 def check(

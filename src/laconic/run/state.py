@@ -62,7 +62,7 @@ def checked(
         local = {key: state["local"][key] for key in ("syncs", "skipped", "last", "rate", "drifted", "deltas")}
         counts = Counts.load(state["counts"]) if "counts" in state else Counts()
         promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
-        whose = {str(key): value for key, value in state["whose"].items()}
+        whose = {str(key): _checked_owner(value) for key, value in state["whose"].items()}
         if local["deltas"] is not None:
             _check_deltas(local["deltas"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -156,6 +156,14 @@ def replicated(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if deltas is not None:
         local["deltas"] = {**deltas, "memory": shared(deltas["memory"])}
     return {**state, "rank": rank, "memory": memory, "kept": kept_of(memory, local["deltas"]), "local": local}
+
+
+def _checked_owner(value: object) -> Memory:
+    if value == "own":
+        return "own"
+    if value == "shared":
+        return "shared"
+    raise ValueError(f"memory is 'own' or 'shared', got {value!r}")
 
 
 def _check_deltas(deltas: Mapping[str, Any]) -> None:

@@ -19,8 +19,13 @@ Moments = str | Mapping[str, int]
 
 
 def _schedule(period: int | Schedule, warmup: int) -> Schedule:
+    """When to sync. A strategy has one warm-up: the `warmup` that is given, or the start of a schedule."""
     checked_steps(warmup, "warmup")
-    return period.starting(warmup) if isinstance(period, Schedule) else Every(period, warmup)
+    if not isinstance(period, Schedule):
+        return Every(period, warmup)
+    if warmup and period.start not in (0, warmup):
+        raise ValueError(f"period starts after {period.start} steps and warmup is {warmup}: give one of the two")
+    return period.starting(warmup or period.start)
 
 
 def _moments(moments: Moments) -> str | tuple[tuple[str, int], ...]:
@@ -76,8 +81,9 @@ def local_sgd(
     takes memory of the model's size; without, a few MiB, and some parameters are averaged then and others not.
     Bytes: 2(N-1)/N * 4n / period a step.  Paper: Stich 2018, arXiv:1805.09767.
     """
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
-    return Strategy(Exact(), routes.at_first(warmup), averaging)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, atomic=atomic)
+    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
 
 
 @recipe
@@ -100,9 +106,10 @@ def post_local_sgd(
     """
     if subgroup is not None and not isinstance(subgroup, str):
         raise TypeError(f"subgroup must be 'node', 'none' or a dimension's name, got {subgroup!r}")
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, atomic=atomic)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, atomic=atomic)
     scope = {None: AUTO, "none": None}.get(subgroup, subgroup)
-    return Strategy(Exact(), routes.at_first(warmup, scope), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start, scope), averaging)
 
 
 @recipe
@@ -152,8 +159,9 @@ def slowmo(
     Bytes: 2(N-1)/N * 4n / period a step.  Memory: 2n.  Paper: Wang et al. 2019, arXiv:1910.00643.
     """
     chosen = _either(outer, SlowMo(beta, alpha), SlowMo(), "beta and alpha")
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(warmup), averaging)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
 
 
 @recipe
@@ -179,8 +187,9 @@ def diloco(
     Paper: Douillard et al. 2023, arXiv:2311.08105.
     """
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(warmup), averaging)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
 
 
 @recipe
@@ -213,10 +222,9 @@ def streaming_diloco(
     if isinstance(period, Schedule) and period.fixed_period is None:
         raise TypeError("period must be a whole number of steps here: fragments need their places in it")
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
-    averaging = _averaging(
-        _schedule(period, warmup), reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier
-    )
-    return Strategy(Exact(), routes.at_first(warmup), averaging)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier)
+    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
 
 
 @recipe
@@ -241,8 +249,9 @@ def sparseloco(
     """
     reducer = ErrorFeedback(TopK(ratio), decay)
     chosen = _either(outer, _outer(outer_lr, 0.0), Adopt(), "outer_lr")
-    averaging = _averaging(_schedule(period, warmup), reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(warmup), averaging)
+    schedule = _schedule(period, warmup)
+    averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
+    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
 
 
 def _either(outer: Outer | None, made: Outer, default: Outer, names: str) -> Outer:

@@ -154,6 +154,7 @@ class Strategy:
 def render(value: object) -> str:
     """A value as it is written in a strategy's text; what a dataclass has by default is left out.
 
+    >>> from laconic import Every
     >>> render(Every(4)), render({4: ("node", 2.5)})
     ('Every(period=4)', "{4: ('node', 2.5)}")
     """
