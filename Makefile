@@ -60,7 +60,8 @@ $(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt
 bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; two hours
 	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks
 
-pictures: $(VENV)/installed ## The pictures of README and docs, from what `make demo` and `make bench` left
+pictures: $(VENV)/installed ## The pictures of README and docs, from the imports and what `make demo` and `make bench` left
+	$(RUN) docs/pictures/draw_tree.py
 	$(RUN) docs/pictures/draw.py laconic-compare
 	$(RUN) docs/pictures/draw_benchmarks.py
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,17 @@ def test_the_reducers_that_are_shown_can_be_used_as_they_stand(
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
         assert target.startswith("http") or (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_the_picture_of_the_tree_is_of_the_imports_there_are() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/pictures/draw_tree.py"))["draw"]()
+    assert (ROOT / "docs/pictures/tree.svg").read_text() == drawn, "run make pictures"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *[str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")]]
+)
+def test_lines_can_be_read_without_scrolling(page: str) -> None:
+    lines = (ROOT / page).read_text().splitlines()
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 160 and not line.startswith("|")]
+    assert not long, f"{page} has lines of more than 160 characters: {long}"
