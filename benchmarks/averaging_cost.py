@@ -13,7 +13,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from benchmarks.harness import Ratio, Timing, interleave, limit_loopback, on_private_link, peak_extra_bytes, ratio, report
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.local.parameters import ParameterAverager
+from laconic.local.parameter_averaging import ParameterAverager
 from tests.live import last_ranks, ranks_within
 
 WORLD, REPEATS, RATES_MBIT = 2, 12, [0, 1000]

@@ -15,9 +15,9 @@ import laconic
 from benchmarks.harness import Ratio, Timing, interleave, peak_extra_bytes, ratio, report
 from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.exchange import complete
+from laconic.comm.flat_tensors import flatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
 from tests.live import last_ranks, ranks_within
 

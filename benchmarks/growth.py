@@ -13,9 +13,9 @@ from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.collectives import Traffic
 from laconic.comm.dryrun import predict, simulate
 from laconic.comm.exchange import complete
+from laconic.comm.flat_tensors import flatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
 from tests.live import last_ranks, ranks
 

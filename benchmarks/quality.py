@@ -11,8 +11,8 @@ import laconic
 from benchmarks.harness import report
 from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.dryrun import simulate
+from laconic.comm.flat_tensors import flatten
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import flatten
 from laconic.reducers.base import Reducer
 from laconic.strategies.strategy import render
 

@@ -24,9 +24,10 @@ from laconic.comm.dryrun import simulate
 from laconic.comm.inspection import Inspector
 from laconic.lab.link import Link, start
 from laconic.meter import JsonLines
-from laconic.report import run_page, runs
+from laconic.report import meter_records as runs
+from laconic.report import run_page
+from laconic.report.live_run import _cells, watch
 from laconic.report.terminal import human
-from laconic.report.watching import _cells, watch
 from tests.lab.test_link import needs_link
 from tests.live import ranks
 from tests.models import build, chain, same_bits, vectors, weights

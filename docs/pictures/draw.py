@@ -11,7 +11,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 
-from laconic.report import page, records, terminal
+from laconic.report import comparison_records as records
+from laconic.report import page, terminal
 
 HERE = Path(__file__).parent
 

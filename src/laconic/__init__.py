@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from laconic.ranks.agreement import PeerError as PeerError
     from laconic.ranks.presence import UnevenError as UnevenError
     from laconic.ranks.replicas import ReplicaError as ReplicaError
-    from laconic.reducers.alternating import AlternatingPowerSGD as AlternatingPowerSGD
+    from laconic.reducers.alternating_powersgd import AlternatingPowerSGD as AlternatingPowerSGD
     from laconic.reducers.base import Reducer as Reducer
     from laconic.reducers.batched_powersgd import BatchedPowerSGD as BatchedPowerSGD
     from laconic.reducers.cast import Cast as Cast
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from laconic.strategies.outer import Outer as Outer
     from laconic.strategies.outer import OuterOptimizer as OuterOptimizer
     from laconic.strategies.outer import SlowMo as SlowMo
-    from laconic.strategies.reading import strategy as strategy
+    from laconic.strategies.parsing import strategy as strategy
     from laconic.strategies.routes import Route as Route
     from laconic.strategies.schedules import QSR as QSR
     from laconic.strategies.schedules import Every as Every
@@ -93,7 +93,7 @@ _HOME = {
     "ranks.agreement": ["PeerError"],
     "ranks.presence": ["UnevenError"],
     "ranks.replicas": ["ReplicaError"],
-    "reducers.alternating": ["AlternatingPowerSGD"],
+    "reducers.alternating_powersgd": ["AlternatingPowerSGD"],
     "reducers.base": ["Reducer"],
     "reducers.batched_powersgd": ["BatchedPowerSGD"],
     "reducers.cast": ["Cast"],
@@ -133,7 +133,7 @@ _HOME = {
     ],
     "strategies.naming": ["register"],
     "strategies.outer": ["Adopt", "Nesterov", "Outer", "OuterOptimizer", "SlowMo"],
-    "strategies.reading": ["strategy"],
+    "strategies.parsing": ["strategy"],
     "strategies.routes": ["Route"],
     "strategies.schedules": ["Every", "Never", "QSR", "Schedule"],
     "strategies.strategy": ["Averaging", "Deltas", "Strategy"],

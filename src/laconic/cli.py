@@ -91,8 +91,9 @@ def _compare(
     from laconic.lab import tasks
     from laconic.lab.compare import Comparison, begin, compare, resumed, stopped
     from laconic.lab.link import parse
-    from laconic.report import page, records, terminal
-    from laconic.report.live import Board
+    from laconic.report import comparison_records as records
+    from laconic.report import page, terminal
+    from laconic.report.live_comparison import Board
 
     cable = parse(link)
     sys.path.append(str(Path.cwd()))  # the workers have it, too
@@ -177,7 +178,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="how it stands now, and no more")] = False,
 ) -> None:
     """Show a run while it goes on, from another terminal, until it ends."""
-    from laconic.report.watching import watch as show_run
+    from laconic.report.live_run import watch as show_run
 
     try:
         show_run(folder, _console(), once=once)
@@ -205,7 +206,8 @@ def show(
 ) -> None:
     """Print a comparison's table and verdict again, and write its report anew."""
 
-    from laconic.report import page, records, terminal
+    from laconic.report import comparison_records as records
+    from laconic.report import page, terminal
 
     try:
         results = records.read(folder)

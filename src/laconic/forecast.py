@@ -14,16 +14,16 @@ from laconic.comm import dryrun
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, Traffic
 from laconic.comm.exchange import Rounds
+from laconic.comm.flat_tensors import unflatten
 from laconic.comm.scopes import AUTO, Scope
-from laconic.comm.tensors import unflatten
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import anchor_dtype
 from laconic.local.fragments import buckets as fragment_buckets
 from laconic.local.fragments import fragments
-from laconic.local.parameters import chunks, mean
+from laconic.local.parameter_averaging import chunks, mean
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
-from laconic.strategies.reading import strategy as read
+from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Averaging, Strategy
 
 FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults

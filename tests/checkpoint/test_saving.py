@@ -16,7 +16,7 @@ from torch import Tensor
 
 import laconic
 from laconic.checkpoint import loading, manifest, saving
-from laconic.checkpoint.tree import keys, pack, skeleton, unpack
+from laconic.checkpoint.packing import keys, pack, skeleton, unpack
 from laconic.comm import group as polling
 from tests.checkpoint.test_edges import adamw, names, started, train
 from tests.live import ranks

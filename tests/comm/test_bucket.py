@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.bucket import Bucket, Slot, joined
-from laconic.comm.tensors import CHUNK, flatten, pack, squared_norm, stored
+from laconic.comm.flat_tensors import CHUNK, flatten, pack, squared_norm, stored
 
 SHAPES = {"a": (3, 2), "b": (6,), "c": (2, 3), "d": (4,)}
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.compat import _owner
+from laconic.compat import _bucket_owner as _owner
 from tests.compat.libraries import Linear, averaged, both, close, linear, module, noise
 from tests.compat.test_optimizer_overlap import convolutions, images
 from tests.live import last_ranks, ranks

@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from laconic.cli import app
 from laconic.lab.compare import Comparison, _record, predicted_ms
-from laconic.lab.cost import FACTORS
 from laconic.lab.link import Link
-from laconic.report import records
-from laconic.report.live import Board
+from laconic.lab.step_time import FACTORS
+from laconic.report import comparison_records as records
+from laconic.report.live_comparison import Board
 from tests.lab.test_link import LOCKED_DOWN, missing, needs_link, needs_user_namespaces
 from tests.report.made import result
 from tests.script.test_scripts import BESIDE

@@ -15,7 +15,7 @@ from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
 from laconic.comm.scopes import OUTSTANDING
 from laconic.local.moments import Moments
-from laconic.local.parameters import ParameterAverager
+from laconic.local.parameter_averaging import ParameterAverager
 from laconic.run.run import engine_of
 from tests.live import GROUP_TIMEOUT, ranks
 from tests.local.test_updates import adam, go, parameters

@@ -191,7 +191,7 @@ def test_slow_momentum_is_in_units_of_the_learning_rate() -> None:
 def identical(rank: int) -> None:
     from laconic.comm.group import TorchGroup
     from laconic.comm.ledger import Ledger
-    from laconic.local.parameters import ParameterAverager
+    from laconic.local.parameter_averaging import ParameterAverager
 
     torch.manual_seed(1)
     tensors = {

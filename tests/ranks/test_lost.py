@@ -15,7 +15,7 @@ from torch import nn
 import laconic
 from laconic.comm import group as polling
 from laconic.comm.collectives import Collective
-from laconic.local import parameters as averaging
+from laconic.local import parameter_averaging as averaging
 from tests.live import last_ranks
 from tests.models import build, chain, vectors, weights
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.dryrun import simulate
 from laconic.comm.exchange import Reduced
+from laconic.comm.flat_tensors import flatten
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import flatten
 from laconic.reducers import discover
 from laconic.reducers.base import Reducer
 from laconic.strategies.strategy import render

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import Traffic
 from laconic.comm.dryrun import predict
-from laconic.comm.tensors import unflatten
+from laconic.comm.flat_tensors import unflatten
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.strategies.gradient_recipes import ddp
-from laconic.strategies.reading import strategy
+from laconic.strategies.parsing import strategy
 from laconic.strategies.strategy import render
 from tests.reducers.every import EVERY, NAMES, Memory, Shapes, bits, is_frozen_dataclass, names, run, tensors
 

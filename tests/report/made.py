@@ -1,6 +1,6 @@
 """Comparisons made up for tests."""
 
-from laconic.report import records
+from laconic.report import comparison_records as records
 
 
 def result(*runs: tuple[str, float | None, float, float]) -> records.Results:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
-from laconic.report import page, records, run_page
+from laconic.report import comparison_records as records
+from laconic.report import page, run_page
 from laconic.report.charts import COLOURS, figures
 from tests.report.made import result
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laconic.report import run_page, runs
-from laconic.report.watching import watch
+from laconic.report import meter_records as runs
+from laconic.report import run_page
+from laconic.report.live_run import watch
 
 START = {"kind": "start", "version": 1, "time": 0.0, "strategy": "diloco(2)", "cycle": 2, "world": 11, "step": 0}
 START |= {"parameters": 1000, "torch": "2", "host": "here"}

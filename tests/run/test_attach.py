@@ -18,7 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import laconic
 from laconic.comm.group import TorchGroup
 from laconic.ranks.agreement import PeerError, agree
-from laconic.run.plan import unwrapped
+from laconic.run.arguments import unwrapped
 from laconic.run.run import engine_of
 from tests.live import last_ranks, ranks
 from tests.models import build, chain, everywhere_equal, vectors, weights

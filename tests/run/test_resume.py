@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.report import runs
+from laconic.report import meter_records as runs
 from laconic.run.run import engine_of
 from tests.live import ranks
 from tests.models import build, chain, difference, everything, same_bits, vectors, weights

@@ -18,7 +18,7 @@ import laconic
 from laconic.comm.exchange import Exchange
 from laconic.comm.scopes import AUTO
 from laconic.strategies import naming
-from laconic.strategies.reading import saved
+from laconic.strategies.parsing import saved
 from laconic.strategies.recipe import recipes
 from laconic.strategies.schedules import Until
 from laconic.strategies.strategy import BUFFERS, MOMENTS, ORDERS

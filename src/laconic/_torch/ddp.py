@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:

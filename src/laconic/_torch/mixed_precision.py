@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.distributed import utils
 
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 def restore(parameter: Any) -> None:

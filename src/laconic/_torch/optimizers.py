@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 def loss_scale(scaler: torch.amp.GradScaler) -> Callable[[], float | Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 def default_group() -> dist.ProcessGroup:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.autograd import Variable
 
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 def sparse_bytes(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer, zero_redundancy_opt
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic._torch.ddp import has_rebuilt_buckets
-from laconic._torch.parts import part
+from laconic._torch.private_names import part
 
 
 class ZeroShards:

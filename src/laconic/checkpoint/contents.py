@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.run import resume
+from laconic.run.arguments import unwrapped
 from laconic.run.engine import Engine
-from laconic.run.plan import unwrapped
 from laconic.run.run import Run, engine_of
 
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from laconic.checkpoint import manifest
 from laconic.checkpoint.contents import check_own, live_engine, set_random
+from laconic.checkpoint.packing import keys, skeleton, unpack
 from laconic.checkpoint.redeal import merge
-from laconic.checkpoint.tree import keys, skeleton, unpack
 from laconic.ranks.agreement import agree
 from laconic.run import resume
 from laconic.run.engine import Engine

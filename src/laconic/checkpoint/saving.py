@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from laconic.checkpoint import manifest
 from laconic.checkpoint.contents import check_own, gather, live_engine, namer
-from laconic.checkpoint.tree import pack
+from laconic.checkpoint.packing import pack
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError, TorchGroup, is_lost
 from laconic.comm.ledger import Ledger

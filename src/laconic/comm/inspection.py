@@ -9,7 +9,7 @@ from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL, Bucket
 from laconic.comm.exchange import Exchange, Reduced
-from laconic.comm.tensors import unflatten
+from laconic.comm.flat_tensors import unflatten
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic._torch.tensors import at_end_of_backward
 from laconic.comm.bucket import RESIDUAL, Slot
 from laconic.comm.collectives import AllReduce
+from laconic.comm.flat_tensors import stored
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import stored
-from laconic.compat._owner import Watch, watch
+from laconic.compat._bucket_owner import Watch, watch
 from laconic.gradients.hook import GradientHook, new_future
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact

@@ -14,12 +14,12 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import laconic
-from laconic.lab.cost import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.link import KILLED, Link, refusal, start
+from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.worker import LINE_PREFIX
-from laconic.report import records
-from laconic.report.live import Board
-from laconic.report.records import Record, Results
+from laconic.report import comparison_records as records
+from laconic.report.comparison_records import Record, Results
+from laconic.report.live_comparison import Board
 
 LOOKS, WARMUP = 8, 5
 QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is outstanding any more

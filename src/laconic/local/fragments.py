@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from laconic.comm.tensors import pack
+from laconic.comm.flat_tensors import pack
 
 BUCKET_BYTES = 25 << 20
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from laconic.comm.exchange import complete
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.local.parameters import ParameterAverager
+from laconic.local.parameter_averaging import ParameterAverager
 from laconic.ranks.agreement import gather_texts
 
 COUNTER = "step"  # torch's own name for what counts steps, and is no mean of anything

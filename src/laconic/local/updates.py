@@ -14,10 +14,10 @@ from laconic.comm.ledger import Ledger
 from laconic.comm.scopes import OUTSTANDING
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import InnerGroups
-from laconic.local.deltas import DeltaAverager
+from laconic.local.delta_averaging import DeltaAverager
 from laconic.local.fragments import fragments
 from laconic.local.moments import Moments
-from laconic.local.parameters import ParameterAverager
+from laconic.local.parameter_averaging import ParameterAverager
 from laconic.ranks.agreement import alike
 from laconic.ranks.groups import Groups
 from laconic.ranks.presence import Heartbeat, heartbeat

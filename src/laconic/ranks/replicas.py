@@ -8,9 +8,9 @@ from torch import Tensor
 
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Rounds, complete
+from laconic.comm.flat_tensors import local
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import local
 
 
 class ReplicaError(RuntimeError):

@@ -9,7 +9,7 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Exchange, Reduced
-from laconic.comm.tensors import unflatten
+from laconic.comm.flat_tensors import unflatten
 from laconic.reducers.base import Reducer
 
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1, seen as one number: their bits meet in the highest byte

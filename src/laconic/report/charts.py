@@ -4,7 +4,7 @@ import html
 import math
 from typing import Any
 
-from laconic.report.records import Record, Results
+from laconic.report.comparison_records import Record, Results
 from laconic.report.summary import BASE, LIMIT, labels, rows, stretch
 from laconic.report.terminal import human
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from laconic.report.charts import Figure, figures
-from laconic.report.records import PAGE, Results, finite, write_whole
+from laconic.report.comparison_records import PAGE, Results, finite, write_whole
 from laconic.report.summary import rows
 from laconic.report.terminal import cells, columns, legend
-from laconic.report.words import ground, verdict
+from laconic.report.verdict import ground, verdict
 
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from laconic.report.charts import COLOURS, TIMELINE_STEPS, Figure, layout
+from laconic.report.comparison_records import PAGE, write_whole
+from laconic.report.meter_records import RankRecord, read, worst
 from laconic.report.page import document
-from laconic.report.records import PAGE, write_whole
-from laconic.report.runs import RankRecord, read, worst
 from laconic.report.terminal import human
 
 MOST_LAYERS, MOST_POINTS = 40, 2000

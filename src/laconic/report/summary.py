@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from laconic.report.records import Record, Results
+from laconic.report.comparison_records import Record, Results
 
 BASE, LIMIT = "ddp()", "silent()"
 NEAR = 0.001  # a loss so near to another one, as a share, is no other one

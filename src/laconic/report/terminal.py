@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.report.records import Results
+from laconic.report.comparison_records import Results
 from laconic.report.summary import Row, rows
-from laconic.report.words import ground, verdict
+from laconic.report.verdict import ground, verdict
 
 LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. Bytes: what one "

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from laconic._torch.process_groups import control_device, default_group
 from laconic.comm.group import TorchGroup
 from laconic.ranks.agreement import agree
+from laconic.run.arguments import check
 from laconic.run.engine import Engine
 from laconic.run.environment import explain_unread
-from laconic.run.plan import check
 from laconic.run.run import Run, engine_of
 from laconic.strategies.strategy import Strategy
 
@@ -84,12 +84,12 @@ def attach(
     process_group = model.process_group if isinstance(model, DistributedDataParallel) else default_group()
     group, device = TorchGroup(process_group), control_device(process_group)
     try:
-        plan = check(model, optimizer, strategy, scaler, uneven, mesh, group.world, check_every)
+        given = check(model, optimizer, strategy, scaler, uneven, mesh, group.world, check_every)
     except (TypeError, ValueError) as problem:
         agree([], problem, group, device)
         raise
-    identity = agree(plan.facts(), None, group, device)
-    return Run(Engine(plan, process_group, identity))
+    identity = agree(given.facts(), None, group, device)
+    return Run(Engine(given, process_group, identity))
 
 
 def check_replicas(run: Run) -> None:

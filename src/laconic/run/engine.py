@@ -10,29 +10,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic._torch.optimizers import loss_scale, scaler_tensors
+from laconic._torch.optimizers import loss_scale
 from laconic._torch.process_groups import control_device, store_of
 from laconic.comm.bucket import Slot
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError, TorchGroup
 from laconic.comm.inspection import Inspector
 from laconic.comm.scopes import BACKGROUND
-from laconic.gradients.bucket_order import BucketOrder
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.gradients.hook import GradientHook
-from laconic.local.parameters import ParameterAverager
+from laconic.gradients.ready_order import ReadyOrder
+from laconic.local.parameter_averaging import ParameterAverager
 from laconic.local.updates import LocalUpdates
 from laconic.ranks.agreement import gather_texts
 from laconic.ranks.groups import Groups
 from laconic.ranks.presence import Presence, UnevenError, still_training
 from laconic.ranks.replicas import compare
+from laconic.run.arguments import Arguments, attached, scopes, unwrapped
 from laconic.run.clock import Clock
-from laconic.run.plan import Plan, attached, scopes, unwrapped
 from laconic.run.residuals import Residuals
 from laconic.run.state import memory_of
 from laconic.run.stats import Counter, Observer
 from laconic.strategies.routes import silent
-from laconic.strategies.strategy import Averaging, Strategy
+from laconic.strategies.strategy import Averaging
 
 
 class Stop(BaseException):
@@ -48,21 +48,21 @@ class Engine:
     The optimizers keep it alive, also where the caller drops the run; `stop` takes everything off again.
     """
 
-    def __init__(self, plan: Plan, process_group: dist.ProcessGroup, identity: str) -> None:
-        self.strategy = plan.strategy
-        self.module, self.parameters, self.optimizers = plan.module, plan.parameters, plan.optimizers
-        self.uneven, self.scaler, self.mesh, self._check_every = plan.uneven, plan.scaler, plan.mesh, plan.check_every
-        self.ddp = plan.ddp  # let go of by `stop`: a dead DDP must not linger beside a new one over the same module
+    def __init__(self, given: Arguments, process_group: dist.ProcessGroup, identity: str) -> None:
+        self.strategy = given.strategy
+        self.module, self.parameters, self.optimizers = given.module, given.parameters, given.optimizers
+        self.uneven, self.scaler, self.mesh, self._check_every = given.uneven, given.scaler, given.mesh, given.check_every
+        self.ddp = given.ddp  # let go of by `stop`: a dead DDP must not linger beside a new one over the same module
         self.device = control_device(process_group)
-        names = {id(parameter): name for name, parameter in plan.module.named_parameters()}
+        names = {id(parameter): name for name, parameter in given.module.named_parameters()}
         self.memory: dict[str, Slot] = {name: {} for name in names.values()}
         self.residuals = Residuals(self.memory)
-        self.whose = memory_of(plan.strategy)  # each key of the memory is, also of strategies before this one
+        self.whose = memory_of(given.strategy)  # each key of the memory is, also of strategies before this one
         self.counter = Counter()
         members = dist.get_process_group_ranks(process_group)
         presence = self.presence = Presence(store_of(process_group), identity, process_group.rank(), members)
         checks = presence.check_peers, presence.check_peers_in_background
-        self.groups = Groups(process_group, identity, scopes(plan.strategy), plan.mesh, self.device, *checks)
+        self.groups = Groups(process_group, identity, scopes(given.strategy), given.mesh, self.device, *checks)
         self.group = self.groups.world
         self.inspector = Inspector()
         self.observers: list[Observer] = []
@@ -71,24 +71,24 @@ class Engine:
         self._failure: str | None = None
         self._last_task: Callable[[bool], object] | None = None
         self.hook: GradientHook | None = None
-        self.order: BucketOrder | None = None
-        if plan.ddp is not None:
-            self.hook = GradientHook(plan.strategy.reducer, self.group, names, self.memory, self.counter.training)
-            if plan.scaler is not None and plan.scaler.is_enabled():
-                self.hook.scale = loss_scale(plan.scaler)
-            self.hook.strategy, self.hook.inspector = str(plan.strategy), self.inspector
-            self.order = BucketOrder(plan.ddp)
-            self._dispatcher = Dispatcher.of(plan.ddp)
+        self.order: ReadyOrder | None = None
+        if given.ddp is not None:
+            self.hook = GradientHook(given.strategy.reducer, self.group, names, self.memory, self.counter.training)
+            if given.scaler is not None and given.scaler.is_enabled():
+                self.hook.scale = loss_scale(given.scaler)
+            self.hook.strategy, self.hook.inspector = str(given.strategy), self.inspector
+            self.order = ReadyOrder(given.ddp)
+            self._dispatcher = Dispatcher.of(given.ddp)
             self._dispatcher.target = self.hook
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
-        self._watch_order()
-        self.clock = Clock(plan.optimizers, plan.scaler, self._after_step)
-        attached.update(plan.optimizers)
-        if plan.ddp is None:
+        self.watch_order()
+        self.clock = Clock(given.optimizers, given.scaler, self._after_step)
+        attached.update(given.optimizers)
+        if given.ddp is None:
             # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
-            everything = {**dict(plan.module.named_parameters()), **self.buffers()}
+            everything = {**dict(given.module.named_parameters()), **self.buffers()}
             ParameterAverager(everything, self.counter.control).adopt_first(self.group)
-        self.local = self._local_updates()
+        self.local = self.new_local_updates()
         self.begin_step()
 
     # The loop
@@ -182,34 +182,7 @@ class Engine:
             expected = {**parameters, **self.local.replicated()}
             compare(expected, self.group, self.counter.control, self.device, self.clock.step)
 
-    # Change, and the end
-
-    def switch_to(self, strategy: Strategy, *, equal: bool = False) -> None:
-        """Go on by another strategy from the next step; all ranks together, and they agree on which.
-
-        Replicas that have drifted become equal first, unless they are said to be.
-        """
-        drifted = not equal and (self.agree_on_drift() or self.local.deltas is not None)
-        if drifted and (strategy.route.communicates or strategy.averaging or self.local.deltas):
-            self.local.equalise(self.counter.training, release=True)
-            if strategy.route.communicates:  # equal gradients keep replicas equal only if the optimizers' memory is equal, too
-                self.local.moments.equalise(self.group)
-                self._equalise_scaler()
-        drifted, before = self.drifted and not equal, self.local
-        if before.deltas is not None:
-            before.deltas.abandon()
-        self.strategy = strategy
-        self.whose |= memory_of(strategy)
-        self.groups.add(scopes(strategy))
-        self.local = self._local_updates()
-        self.local.syncs, self.local.skipped_before = before.syncs, before.skipped
-        if drifted:
-            self.local.drift()
-        if self.hook is not None:
-            self.hook.use(self.residuals.released_by(strategy.reducer), self.group)
-            self.hook.strategy = str(strategy)
-        self._watch_order()
-        self.begin_step()
+    # The end
 
     def make_equal(self) -> None:
         """At the end: replicas become their mean, unless users have loaded parameters of their own on some ranks alone."""
@@ -347,7 +320,8 @@ class Engine:
         """All that is averaged between steps."""
         return {**self.parameters, **self.buffers()}
 
-    def _local_updates(self) -> LocalUpdates:
+    def new_local_updates(self) -> LocalUpdates:
+        """Averaging between steps by the strategy of now, from this step on."""
         return LocalUpdates(
             self.strategy.averaging or Averaging(silent()),
             self.parameters,
@@ -361,11 +335,7 @@ class Engine:
             self.inspector,
         )
 
-    def _watch_order(self) -> None:
+    def watch_order(self) -> None:
+        """If gradients will be averaged, see in which order DDP makes them ready."""
         if self.order is not None and self.strategy.route.communicates:
             self.order.watch()
-
-    def _equalise_scaler(self) -> None:
-        """A loss scale that moved on one rank alone would scale gradients differently that are now averaged."""
-        if self.scaler is not None and self.scaler.is_enabled():
-            ParameterAverager(scaler_tensors(self.scaler), self.counter.control).adopt_first(self.group)

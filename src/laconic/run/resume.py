@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine
-from laconic.run.plan import check_route, check_sharded
 from laconic.run.state import VERSION, checked, kept_of, tied_to_strategy, upgraded, without_averaging
-from laconic.strategies.reading import saved
+from laconic.run.switch import switch_to
+from laconic.strategies.parsing import saved
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -65,10 +66,10 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
         return
     unused = tied_to_strategy(state)
     if _fits(engine, former):
-        engine.switch_to(saved(former), equal=True)  # as good as: what differs is about to be overwritten
+        switch_to(engine, saved(former), equal=True)  # as good as: what differs is about to be overwritten
         _load(engine, state)
         with engine.during(f"going over to {wanted}"):
-            engine.switch_to(wanted)
+            switch_to(engine, wanted)
     else:
         _load(engine, without_averaging(state, str(wanted)))
         engine.local.drift()

@@ -8,16 +8,17 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from laconic.comm.exchange import complete
+from laconic.comm.flat_tensors import local
 from laconic.comm.group import CommunicationError
-from laconic.comm.tensors import local
 from laconic.gradients.dispatcher import in_buffers
 from laconic.ranks.agreement import agree
 from laconic.ranks.presence import still_training
 from laconic.run import resume
+from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine, Stop
-from laconic.run.plan import check_route, check_sharded
 from laconic.run.stats import Stats
-from laconic.strategies.reading import strategy as read
+from laconic.run.switch import switch_to
+from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
 
 _MOVED = ("model", "optimizers", "scaler", "group")  # what a Run had before, and its engine has
@@ -120,7 +121,7 @@ class Run:
             raise
         agree([f"strategy {chosen}", f"step {engine.clock.step}"], None, engine.group, engine.device)
         with engine.during(f"going over to {chosen}"):
-            engine.switch_to(chosen)
+            switch_to(engine, chosen)
 
     def detach(self) -> None:
         """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from laconic.comm.bucket import RESIDUAL
 from laconic.reducers.base import Memory
 from laconic.run.stats import Counts
-from laconic.strategies.reading import saved
+from laconic.strategies.parsing import saved
 from laconic.strategies.strategy import Strategy
 
 VERSION = 5

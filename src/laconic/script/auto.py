@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic.run.plan import attached
+from laconic.run.arguments import attached
 from laconic.run.run import Run, engine_of
 from laconic.script.auto_run import AutoRun, log, parameters_of, remember_rank
-from laconic.strategies.reading import strategy as read
+from laconic.strategies.parsing import strategy as read
 
 KEY = "laconic"  # of the entry in an optimizer's state_dict
 

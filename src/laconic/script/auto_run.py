@@ -19,8 +19,8 @@ from laconic.forecast import predict
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.meter import Meter
 from laconic.ranks.agreement import gather_texts
+from laconic.run.arguments import unwrapped
 from laconic.run.attach import attach
-from laconic.run.plan import unwrapped
 from laconic.run.run import Run, engine_of
 from laconic.run.state import replicated
 from laconic.strategies.strategy import Strategy

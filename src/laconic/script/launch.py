@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from laconic.script.exit_codes import LOST_A_PEER
-from laconic.strategies.reading import strategy as read
+from laconic.strategies.parsing import strategy as read
 
 Rehearsal = Callable[[list[str], int, Mapping[str, str]], int]
 """Runs a command in so many processes with this environment, and returns an exit code: instead of torchrun."""

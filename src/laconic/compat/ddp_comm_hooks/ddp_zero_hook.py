@@ -29,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from laconic._torch.zero import ZeroShards
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Rounds, complete
+from laconic.comm.flat_tensors import local, stored
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.comm.tensors import local, stored
 from laconic.compat._hooks import gradients
-from laconic.local.parameters import CHUNK_BYTES
+from laconic.local.parameter_averaging import CHUNK_BYTES
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from laconic._torch.process_groups import control_device
 from laconic.comm.group import TorchGroup
+from laconic.compat._bucket_owner import watch
 from laconic.compat._hooks import Binding, completed
-from laconic.compat._owner import watch
 from laconic.ranks.agreement import agree
 from laconic.ranks.groups import Groups
 from laconic.reducers.exact import Exact

@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 from laconic._torch.optimizers import loss_scale
 from laconic.comm.bucket import RESIDUAL, Slot
+from laconic.compat._bucket_owner import watch
 from laconic.compat._hooks import Binding, checked_memory
-from laconic.compat._owner import watch
 from laconic.reducers.base import Reducer
 from laconic.reducers.batched_powersgd import BatchedPowerSGD
 from laconic.reducers.error_feedback import ErrorFeedback

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from laconic._torch.process_groups import default_group, is_outside
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
-from laconic.local.parameters import ParameterAverager
+from laconic.local.parameter_averaging import ParameterAverager
 
 __all__ = ["average_parameters", "average_parameters_or_parameter_groups", "get_params_to_average"]
 

@@ -17,7 +17,7 @@ from laconic.comm.scopes import OUTSTANDING, Scope
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.local.fragments import fragments
 from laconic.ranks.groups import check_scopes
-from laconic.strategies.reading import strategy as read
+from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
 
 attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
@@ -25,7 +25,7 @@ attached: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
-class Plan:
+class Arguments:
     """What `attach` was given, checked."""
 
     module: nn.Module  # what the user wrote, without DDP around it
@@ -118,7 +118,7 @@ def check(
     mesh: object,
     world: int,
     check_every: object,
-) -> Plan:
+) -> Arguments:
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -150,7 +150,7 @@ def check(
     check_sharded(chosen, optimizers)
     if ddp is not None:
         _check_ddp(ddp, chosen)
-    return Plan(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)
+    return Arguments(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)
 
 
 def _check_whole(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.gradients.bucket_order import replay
+from laconic.gradients.ready_order import replay
 from tests.models import BUCKET_CAP_MB, chain, vectors
 
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 
-from laconic.report.records import Results
+from laconic.report.comparison_records import Results
 from laconic.report.summary import BASE, LIMIT, Row, above, interval_ms, rows
 
 GOOD = 0.02  # a loss that is worse than ddp's by no more than this share is as good

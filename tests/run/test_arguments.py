@@ -13,10 +13,10 @@ import laconic
 from laconic.comm.group import TorchGroup
 from laconic.comm.scopes import AUTO, OUTSTANDING
 from laconic.ranks.groups import Groups, check_scopes
-from laconic.run.plan import Plan, check, check_route, check_sharded, scopes
+from laconic.run.arguments import Arguments, check, check_route, check_sharded, scopes
 
 
-def plan(model: nn.Module | None = None, **options: Any) -> Plan:
+def plan(model: nn.Module | None = None, **options: Any) -> Arguments:
     model = model or nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4))
     given = {"strategy": "diloco(4)", "scaler": None, "uneven": "error", "mesh": None, "world": 2, "check_every": 0, **options}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -63,7 +63,7 @@ class Readiness:
         return list(self._order)
 
 
-class BucketOrder:
+class ReadyOrder:
     """The order in which a DDP's first backward made gradients ready: what a new DDP must be told to sum as this one does."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:

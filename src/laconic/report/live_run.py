@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from laconic.report.runs import RankRecord, read, worst
+from laconic.report.meter_records import RankRecord, read, worst
 from laconic.report.terminal import human
 
 RECENT_STEPS, SILENT_SECONDS = 50, 15

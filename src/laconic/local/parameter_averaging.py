@@ -10,10 +10,10 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Exchange, PendingExchange, Reduced
+from laconic.comm.flat_tensors import local, squared_norm, stored
 from laconic.comm.group import Group
 from laconic.comm.ledger import Ledger
 from laconic.comm.pipeline import Pipeline
-from laconic.comm.tensors import local, squared_norm, stored
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
 from laconic.reducers.exact import Exact

@@ -128,7 +128,7 @@ def part(owner: Any, name: str) -> Any:
 
     >>> part(torch.nn.Linear(1, 1), "_comm_hooks")
     Traceback (most recent call last):
-    laconic._torch.parts.MissingPartError: torch ... has no Linear._comm_hooks, which laconic uses for this: whether ...
+    laconic._torch.private_names.MissingPartError: torch ... has no Linear._comm_hooks, which laconic uses for this: whether ...
     """
     try:
         return getattr(owner, name)

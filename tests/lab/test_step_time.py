@@ -7,9 +7,9 @@ from rich.console import Console
 
 from benchmarks.link import FRAMING, bounds, measure
 from laconic.lab.compare import Comparison, begin, train
-from laconic.lab.cost import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.link import Link
-from laconic.report.live import Board
+from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
+from laconic.report.live_comparison import Board
 from tests.lab.test_link import needs_link
 
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from laconic.report.records import Record
+from laconic.report.comparison_records import Record
 from laconic.report.terminal import human
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic._torch.ddp import has_rebuilt_buckets
 from laconic._torch.optimizers import state_dict_hooks
-from laconic._torch.parts import (
+from laconic._torch.private_names import (
     DDP,
     OPTIMIZER,
     OPTIONS,
@@ -117,14 +117,14 @@ def test_private_parts_are_used_behind_the_door_alone(file: str) -> None:
     new = [f"line {line}: {name}" for name, line in private_uses(FILES[file], DEFINED).items() if name not in listed]
     assert not new, (
         f"src/laconic/{file} uses private names ({'; '.join(new)}). If they are torch's, use them in a function of "
-        "laconic/_torch and add them to PARTS in _torch/parts.py; if laconic's own, keep them in the file that defines them"
+        "laconic/_torch and add them to PARTS in private_names.py; if laconic's own, keep them in the file that defines them"
     )
 
 
 def test_everything_in_the_table_is_used() -> None:
-    used = set().union(*(used_names(text) | strings(text) for file, text in FILES.items() if file != "_torch/parts.py"))
+    used = set().union(*(used_names(text) | strings(text) for file, text in FILES.items() if file != "_torch/private_names.py"))
     stale = [each.name for each in PARTS if each.name not in used]
-    assert not stale, f"PARTS in _torch/parts.py lists what src/laconic doesn't use any more: {', '.join(stale)}"
+    assert not stale, f"PARTS in _torch/private_names.py lists what src/laconic doesn't use any more: {', '.join(stale)}"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 
 from laconic.report.charts import figures
-from laconic.report.live import Board
+from laconic.report.live_comparison import Board
 from laconic.report.summary import rows
 from laconic.report.terminal import cells, columns, human, legend, loss, reached, show
-from laconic.report.words import ground, verdict
+from laconic.report.verdict import ground, verdict
 from tests.report.made import result
 
 

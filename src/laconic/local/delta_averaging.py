@@ -9,16 +9,16 @@ from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL, Bucket, Slot
 from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.flat_tensors import local, squared_norm, unflatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, sync_of_deltas
 from laconic.comm.ledger import Ledger
 from laconic.comm.pipeline import Pipeline
-from laconic.comm.tensors import local, squared_norm, unflatten
 from laconic.local.anchors import Anchors, InnerGroups
+from laconic.local.fragment_exchange import FragmentExchange, PendingBucket
 from laconic.local.fragments import buckets
 from laconic.local.outliers import Norms
-from laconic.local.outstanding import FragmentExchange, PendingBucket
-from laconic.local.parameters import WINDOW
+from laconic.local.parameter_averaging import WINDOW
 from laconic.ranks.presence import Heartbeat, heartbeat
 from laconic.reducers.base import finite
 from laconic.strategies.strategy import Deltas
@@ -182,9 +182,9 @@ class DeltaAverager:
         carried: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
         bad: list[str] = []
-        for exchange in exchanges:
+        for exchange in [exchange for exchange in exchanges if exchange.problem is None]:
             self.anchors.use_rates(exchange.heartbeat.result.rates)
-            for pending in exchange.buckets if exchange.problem is None else ():
+            for pending in exchange.buckets:
                 names, result = pending.bucket.names, pending.exchange.result
                 good = bool(finite(result.mean) if result.good is None else result.good)
                 result.finish()

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from laconic.lab.compare import Comparison, _explained, begin, compare, resumed, settle_seconds, stopped
 from laconic.lab.link import Link
-from laconic.report import page, records
-from laconic.report.live import Board
+from laconic.report import comparison_records as records
+from laconic.report import page
+from laconic.report.live_comparison import Board
 from tests.report.made import result
 
 
@@ -26,7 +27,7 @@ def test_a_disk_that_fills_up_keeps_the_record_before(tmp_path: Path) -> None:
     before = (tmp_path / "results.json").read_bytes()
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\nfrom pathlib import Path\n"
-        f"from laconic.report import records; folder = Path({str(tmp_path)!r}); records.read(folder).write(folder)"
+        f"from laconic.report.comparison_records import read; folder = Path({str(tmp_path)!r}); read(folder).write(folder)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "File too large" in done.stderr

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.flat_tensors import unflatten
 from laconic.comm.pipeline import Pipeline
-from laconic.comm.tensors import unflatten
 from laconic.ranks.presence import Heartbeat
 
 
