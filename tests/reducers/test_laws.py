@@ -96,7 +96,7 @@ def test_predicted_bytes_are_counted_bytes(reducer: Reducer, world: int, shapes:
 
 
 @every
-def test_bytes_depend_on_the_warm_up_and_the_parity_of_the_round_alone(reducer: Reducer) -> None:
+def test_bytes_depend_on_the_warm_up_and_the_parity_of_the_exchange_alone(reducer: Reducer) -> None:
     """`laconic.predict` takes one exchange for all that are alike in this."""
     shapes: Shapes = [(), (0,), (33, 7), (5,)]
     seen: dict[tuple[object, ...], Traffic] = {}
@@ -117,6 +117,20 @@ def test_saving_and_loading_changes_no_bit(reducer: Reducer) -> None:
             again, _ = run(reducer, inputs, other, step)
         results, _ = run(reducer, inputs, one, step)
         assert step < 3 or torch.equal(bits(results[0].mean), bits(again[0].mean))
+
+
+@every
+def test_memory_is_declared_and_what_is_shared_is_the_same_on_all_ranks(reducer: Reducer) -> None:
+    """On another number of ranks it is dealt by this declaration."""
+    shapes: Shapes = [(), (0,), (33, 7), (5,)]
+    memory: Memory = [{} for _ in range(3)]
+    for step in range(5):
+        run(reducer, [tensors(shapes, 10 * step + rank) for rank in range(3)], memory, step)
+    declared = reducer.memories()
+    for name, slot in memory[0].items():
+        assert slot.keys() <= declared.keys(), name
+        for key in (key for key in slot if declared[key] == "shared"):
+            assert all(torch.equal(bits(slots[name][key]), bits(slot[key])) for slots in memory), (name, key)
 
 
 @every
