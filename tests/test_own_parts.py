@@ -1,14 +1,17 @@
 """A reducer, a schedule and an outer optimizer in a user's own file work wherever laconic's own do."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.local import fragments
+from laconic.local.agenda import Agenda
 from laconic.run.run import engine_of
 from tests import own_parts
 from tests.live import ranks
@@ -171,3 +174,146 @@ def test_an_outer_optimizer_takes_the_place_of_its_numbers() -> None:
         laconic.OuterOptimizer("Adam")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Adam is an optimizer: write OuterOptimizer"):
         laconic.strategy("diloco(outer=torch.optim.adam:Adam())")
+
+
+@dataclass(frozen=True)
+class Wrong(laconic.Reducer):
+    """Each of these is a mistake that a user may make."""
+
+    how: str = ""
+
+    def reduce(self, bucket: laconic.Bucket) -> Any:
+        match self.how:
+            case "no yield":
+                return laconic.Reduced(bucket.flat)
+            case "yields a tensor":
+                return (part for part in [bucket.flat])
+        return self._exchange(bucket)
+
+    def _exchange(self, bucket: laconic.Bucket) -> Any:
+        mean = yield laconic.AllReduce(bucket.flat)
+        if self.how == "returns a tensor":
+            return mean
+        if self.how == "another shape":
+            return laconic.Reduced(mean[1:])
+        return laconic.Reduced(mean, None, lambda: bucket.slots[0].update(n=3))  # type: ignore[call-overload, no-any-return]
+
+
+MISTAKES = {
+    "no yield": "reduce must yield collectives, `mean = yield AllReduce",
+    "yields a tensor": "reduce must yield collectives, such as AllReduce.*, and yielded a Tensor",
+    "returns a tensor": "reduce must return Reduced.mean., and returned a Tensor",
+    "another shape": "the mean must have as many numbers as the bucket, 3, got 2",
+    "memory that is no tensor": "a reducer's memory must be tensors, and 'n' of '.*' is 3",
+}
+
+
+@pytest.mark.parametrize("how", MISTAKES)
+@pytest.mark.parametrize("text", ["ddp(reducer={})", "diloco(1, reducer={})"], ids=["gradients", "deltas"])
+def test_a_reducer_that_is_wrong_is_told_what_is_wanted(how: str, text: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = laconic.attach(model, optimizer, text.format(f"tests.test_own_parts:Wrong({how!r})"))
+        with pytest.raises((TypeError, ValueError), match=MISTAKES[how]):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            run.state_dict()
+        engine_of(run).end(failed=True)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Builds(laconic.Outer):
+    what: str = "nothing"
+
+    def build(self, groups: Any) -> Any:
+        if self.what == "nothing":
+            return None
+        return torch.optim.SGD([*groups, {"params": [torch.zeros(1)]}], lr=0.1)
+
+
+@dataclass(frozen=True)
+class Counts(laconic.Schedule):
+    cycle: Any = None  # type: ignore[assignment]
+
+    def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
+        return step % 4 == 3
+
+
+def test_what_a_part_declares_is_checked_when_a_strategy_is_made() -> None:
+    @dataclass(frozen=True)
+    class Mine(own_parts.Clipped):
+        memory = {"backlog": "mine"}  # type: ignore[dict-item]  # noqa: RUF012
+
+    @dataclass
+    class Soft(laconic.Outer):
+        def build(self, groups: Any) -> Any: ...
+
+    class Plain(laconic.Schedule):
+        def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
+            return True
+
+    for make, wanted in [
+        (
+            lambda: laconic.ddp(reducer=Mine()),
+            r"Mine.memory\['backlog'\] must be 'own' .* or 'shared', got 'mine'",
+        ),
+        (lambda: laconic.diloco(outer=Soft()), "Soft must be a frozen dataclass"),
+        (lambda: laconic.diloco(Plain()), "Plain must be a frozen dataclass"),
+        (lambda: laconic.diloco(Counts(0)), "Counts.cycle must be a whole number of steps, 1 or more, got 0"),
+        (lambda: laconic.diloco(outer=0), "outer must be an Outer such as Nesterov.*, got 0"),  # type: ignore[arg-type]
+        (lambda: laconic.diloco(outer=torch.optim.Adam), "of an optimizer class make OuterOptimizer"),  # type: ignore[arg-type]
+        (lambda: laconic.streaming_diloco(Counts()), "or a schedule with a fixed_period, got Counts"),
+        (
+            lambda: laconic.ErrorFeedback(laconic.ErrorFeedback(laconic.Sign())),
+            "keeps 'error' for each parameter, and so does Err",
+        ),
+        (lambda: laconic.OuterOptimizer(torch.optim.LBFGS), "LBFGS can't step by gradients alone"),
+        (lambda: laconic.OuterOptimizer(torch.optim.SGD, {"lr": -1}), "options don't fit SGD: Invalid learning rate: -1"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=wanted):
+            make()
+    one = laconic.OuterOptimizer(torch.optim.SGD, {"lr": 1, "momentum": 0.5})
+    other = laconic.OuterOptimizer(torch.optim.SGD, {"momentum": 0.5, "lr": 1.0})
+    assert one == other
+    assert hash(one) == hash(other)
+    assert laconic.OuterOptimizer(torch.optim.SGD, {"lr": torch.tensor(0.5)}).options == {"lr": 0.5}
+
+
+@pytest.mark.parametrize(("what", "wanted"), [("nothing", "got None"), ("another group", "of one, it made 2")])
+def test_an_outer_that_builds_no_optimizer_is_refused_before_the_warm_up(what: str, wanted: str) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 1)
+        with pytest.raises((TypeError, ValueError), match=f"Builds.build must .*{wanted}"):
+            laconic.attach(model, torch.optim.SGD(model.parameters()), laconic.diloco(4, outer=Builds(what)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_not_known_of_a_schedule_is_not_predicted() -> None:
+    layer = torch.nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"a schedule that does not say its cycle, .*; give steps="):
+        laconic.predict(laconic.diloco(Counts()), layer, world_size=2)
+    assert laconic.predict(laconic.diloco(Counts()), layer, world_size=2, step=0, steps=8).collectives == 2
+    assert laconic.predict(laconic.diloco(Counts(4)), layer, world_size=2).steps == 4
+    assert laconic.predict("diloco(QSR(4, 0.02))", layer, world_size=2).steps == 4
+
+
+def test_a_schedule_that_forgets_its_start_is_not_due_in_the_warm_up() -> None:
+    """For parameters as for deltas."""
+    for averaging in (laconic.local_sgd(Eager(), warmup=5).averaging, laconic.diloco(Eager(), warmup=5).averaging):
+        assert averaging is not None
+        agenda = Agenda(averaging)
+        assert [step for step in range(1, 8) if agenda.scope(step) or agenda.departures(step)] == [6, 7]
+
+
+@dataclass(frozen=True)
+class Eager(laconic.Schedule):
+    start: int = 0
+
+    def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
+        return True

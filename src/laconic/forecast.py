@@ -103,6 +103,8 @@ def predict(
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     count = chosen.cycle if steps is None else steps
+    if count is None:
+        raise ValueError(f"{chosen} has a schedule that does not say its cycle, so that one can't be predicted; give steps=")
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
     module = model.module if isinstance(model, DistributedDataParallel) else model

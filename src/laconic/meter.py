@@ -102,7 +102,7 @@ class Meter:
         """The run goes on by another strategy, after `step` steps."""
         strategy = self._run.strategy
         self._strategy, self._bytes = str(strategy), {}
-        row = {"kind": "swap", "step": step, "time": time.time(), "strategy": self._strategy, "cycle": strategy.cycle}
+        row = {"kind": "swap", "step": step, "time": time.time(), "strategy": self._strategy, "cycle": strategy.cycle or 1}
         self._write(row)
 
     def _look_ahead(self) -> None:
@@ -139,7 +139,7 @@ class Meter:
             "version": VERSION,
             "time": time.time(),
             "strategy": self._strategy,
-            "cycle": run.strategy.cycle,
+            "cycle": run.strategy.cycle or 1,
             "rank": engine.group.rank,
             "world": engine.group.world,
             "step": run.step,

@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from laconic.comm.collectives import Collective, Traffic
-from laconic.comm.exchange import Answer, Rounds
+from laconic.comm.exchange import Answer, Rounds, check_collective, check_generator
 from laconic.comm.ledger import Ledger
 
 
 def predict(rounds: Rounds[Answer], world: int) -> Traffic:
     """Count what an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
     total = Traffic()
+    check_generator(rounds)
     try:
         collective = next(rounds)
         while True:
+            check_collective(collective)
             if collective.tensor.numel():
                 total += collective.traffic(world)
             collective = rounds.send(collective.blank(world))
@@ -34,6 +36,8 @@ def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> l
     """
     ledger = ledger or Ledger()
     world = len(ranks)
+    for rounds in ranks:
+        check_generator(rounds)
     results: dict[int, Answer] = {}
     answers: list[Tensor] | None = None
     while True:
@@ -45,6 +49,8 @@ def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> l
                 results[rank] = stop.value
         if not collectives:
             return [results[rank] for rank in range(world)]
+        for collective in collectives:
+            check_collective(collective)
         assert len(collectives) == world, f"ranks {sorted(results)} have finished, the others have not"
         shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
         assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"

@@ -51,6 +51,7 @@ class PendingExchange(Generic[Answer]):
     """One exchange with its current round outstanding; the first leaves when it is made."""
 
     def __init__(self, rounds: Rounds[Answer], group: Group, ledger: Ledger) -> None:
+        check_generator(rounds)
         self.launched = 0  # rounds so far
         self.over = False
         self._rounds, self._group, self._ledger = rounds, group, ledger
@@ -98,6 +99,7 @@ class PendingExchange(Generic[Answer]):
         began = time.perf_counter()
         try:
             collective = next(self._rounds) if answer is None else self._rounds.send(answer)
+            check_collective(collective)
             while collective.tensor.numel() == 0:  # nothing to send: not worth a message
                 collective = self._rounds.send(collective.blank(self._group.world))
         except StopIteration as stop:
@@ -120,6 +122,27 @@ class PendingExchange(Generic[Answer]):
             if not is_lost(error):
                 raise
             raise CommunicationError(f"{self._sent} failed: {error}") from error
+
+
+def check_generator(rounds: object) -> None:
+    """Refuse what yields no collectives: a `reduce` without a `yield` returns at once."""
+    if not isinstance(rounds, Generator):
+        raise TypeError(f"reduce must yield collectives, `mean = yield AllReduce(...)`, and it returned {rounds!r:.60}")
+
+
+def check_collective(collective: object) -> None:
+    """Refuse what is no collective."""
+    if not isinstance(collective, Collective):
+        what = f"a {type(collective).__name__}"
+        raise TypeError(f"reduce must yield collectives, such as AllReduce(tensor), and yielded {what}")
+
+
+def check_reduced(result: object, numbers: int) -> None:
+    """Refuse what a reducer may not return for a bucket of so many numbers."""
+    if not isinstance(result, Reduced):
+        raise TypeError(f"reduce must return Reduced(mean), and returned a {type(result).__name__}")
+    if result.mean.numel() != numbers:
+        raise ValueError(f"the mean must have as many numbers as the bucket, {numbers}, got {result.mean.numel()}")
 
 
 def complete(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:

@@ -12,7 +12,7 @@ from torch.futures import Future
 
 from laconic.comm import group as polling
 from laconic.comm.bucket import Bucket, Slot
-from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.exchange import PendingExchange, Reduced, check_reduced
 from laconic.comm.group import CommunicationError, Group
 from laconic.comm.inspection import Inspector
 from laconic.comm.ledger import Ledger
@@ -35,6 +35,7 @@ class _Arrived(NamedTuple):
 
     exchange: PendingExchange[Reduced]
     future: Future[Tensor]
+    numbers: int
 
 
 class GradientHook:
@@ -100,7 +101,7 @@ class GradientHook:
             rounds = self.inspector.inspect(self.reducer.reduce, bucket)
             exchange = self._pipeline.add(number, rounds, last=gradients.is_last())
             future = new_future(bucket.flat.device)
-            self._arrived.append(_Arrived(exchange, future))
+            self._arrived.append(_Arrived(exchange, future, bucket.flat.numel()))
             if gradients.is_last():
                 self._finish()
         except Exception as error:
@@ -141,6 +142,8 @@ class GradientHook:
     def _finish(self) -> None:
         self._pipeline.finish()
         results = [arrived.exchange.result for arrived in self._arrived]
+        for arrived, result in zip(self._arrived, results, strict=True):
+            check_reduced(result, arrived.numbers)
         _share_verdict(results)
         for arrived, result in zip(self._arrived, results, strict=True):
             result.finish()

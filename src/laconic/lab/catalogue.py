@@ -44,6 +44,5 @@ def _signature(thing: object) -> str:
     parts = [
         parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
         for parameter in inspect.signature(thing).parameters.values()
-        if parameter.default is not None
     ]
     return f"({', '.join(parts)})"

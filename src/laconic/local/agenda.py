@@ -21,7 +21,9 @@ class Agenda:
     def scope(self, step: int) -> Scope | None:
         """With whom parameters are averaged after `step` completed steps; None: not now, or deltas are sent instead."""
         averaging = self._averaging
-        return None if averaging.deltas is not None else averaging.route.at(step - 1, self.last, self.rate)
+        if averaging.deltas is not None or step <= averaging.start:
+            return None
+        return averaging.route.at(step - 1, self.last, self.rate)
 
     def departures(self, step: int) -> list[int]:
         """Which fragments' deltas leave after `step` completed steps, by number."""

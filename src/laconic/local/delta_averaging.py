@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL, Bucket, Slot
-from laconic.comm.exchange import PendingExchange, Reduced
+from laconic.comm.exchange import PendingExchange, Reduced, check_reduced
 from laconic.comm.flat_tensors import local, squared_norm, unflatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, sync_of_deltas
@@ -186,6 +186,7 @@ class DeltaAverager:
             self.anchors.use_rates(exchange.heartbeat.result.rates)
             for pending in exchange.buckets:
                 names, result = pending.bucket.names, pending.exchange.result
+                check_reduced(result, pending.bucket.flat.numel())
                 good = bool(finite(result.mean) if result.good is None else result.good)
                 result.finish()
                 if good:

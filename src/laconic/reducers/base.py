@@ -16,9 +16,21 @@ def checked(reducer: object, name: str) -> "Reducer":
     """Refuse what can't be a part of a strategy: its text must say all that makes it differ from another."""
     if not isinstance(reducer, Reducer):
         raise TypeError(f"{name} must be a Reducer such as Cast('bf16'), got {reducer!r}")
-    if not is_dataclass(reducer):
-        raise TypeError(f"{type(reducer).__name__} must be a frozen dataclass: put @dataclass(frozen=True) above it")
+    checked_frozen(reducer)
+    name = type(reducer).__name__
+    if not isinstance(reducer.memory, Mapping):
+        raise TypeError(f"{name}.memory must map keys to 'own' or 'shared', as {{'last': 'own'}}, got {reducer.memory!r}")
+    for key, kind in reducer.memory.items():
+        if kind not in ("own", "shared"):
+            raise ValueError(f"{name}.memory[{key!r}] must be 'own' (each rank has another) or 'shared', got {kind!r}")
     return reducer
+
+
+def checked_frozen(part: object) -> None:
+    """Refuse a part whose text would not show all of it, or that could change after ranks have compared it."""
+    kind = type(part)
+    if not is_dataclass(part) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]  # a dataclass has it
+        raise TypeError(f"{kind.__name__} must be a frozen dataclass: put @dataclass(frozen=True) above it")
 
 
 def checked_steps(steps: object, name: str) -> int:

@@ -35,6 +35,11 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         checked(self.inner, "inner")
+        if RESIDUAL in self.inner.memories() and not isinstance(self.inner, Release):
+            raise ValueError(
+                f"ErrorFeedback keeps {RESIDUAL!r} for each parameter, and so does {type(self.inner).__name__} inside of it; "
+                "each would overwrite the other's"
+            )
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be from 0 (forget everything) to 1 (forget nothing), got {self.decay}")
 

@@ -17,6 +17,7 @@ from laconic.comm.scopes import OUTSTANDING, Scope
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.local.fragments import fragments
 from laconic.ranks.groups import check_scopes
+from laconic.strategies.outer import Outer
 from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
 
@@ -77,6 +78,7 @@ def check_route(
         if odd:
             raise ValueError(f"{strategy} sends deltas of floats, and {odd[0]} is {parameters[odd[0]].dtype}; use local_sgd()")
         fragments(parameters, averaging.deltas.fragments, averaging.deltas.order)
+        _check_outer(averaging.deltas.outer)
     if ddp is not None and ddp.find_unused_parameters and strategy.route.scopes - {"world"}:
         raise ValueError(
             f"{strategy} averages gradients within subgroups, and DDP with find_unused_parameters=True communicates with all "
@@ -87,6 +89,16 @@ def check_route(
             f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
             "model = DistributedDataParallel(model)"
         )
+
+
+def _check_outer(outer: Outer) -> None:
+    """Refuse an outer optimizer of the user's own that builds none; known before a warm-up has been trained."""
+    name = type(outer).__name__
+    built: object = outer.build([{"params": [torch.zeros(1, 1)], "rate": 1.0}])
+    if not isinstance(built, Optimizer):
+        raise TypeError(f"{name}.build must return a torch.optim.Optimizer over the groups that it is given, got {built!r:.80}")
+    if len(built.param_groups) != 1:
+        raise ValueError(f"{name}.build must keep the groups that it is given: of one, it made {len(built.param_groups)}")
 
 
 def check_sharded(strategy: Strategy, optimizers: Sequence[Optimizer]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine
-from laconic.run.state import VERSION, checked, kept_of, tied_to_strategy, upgraded, without_averaging
+from laconic.run.state import VERSION, check_tensors, checked, kept_of, tied_to_strategy, upgraded, without_averaging
 from laconic.run.switch import switch_to
 from laconic.strategies.parsing import saved
 
@@ -16,6 +16,8 @@ def state_of(engine: Engine) -> dict[str, Any]:
     if engine.hook is not None:
         engine.hook.settle()
     local = engine.local.state()
+    check_tensors(engine.memory)
+    check_tensors((local["deltas"] or {}).get("memory", {}))
     return {
         "version": VERSION,
         "rank": engine.group.rank,

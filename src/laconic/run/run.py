@@ -170,7 +170,8 @@ class Run:
     def __getattr__(self, name: str) -> Any:
         if name not in _MOVED:
             raise AttributeError(f"a Run has no {name!r}", name=name, obj=self)
-        warnings.warn(f"run.{name} is going away: you have what you gave to attach", DeprecationWarning, stacklevel=2)
+        hint = "it is the process group of the DDP, or the default one" if name == "group" else "you gave it to attach"
+        warnings.warn(f"run.{name} is going away: {hint}", DeprecationWarning, stacklevel=2)
         return getattr(self._engine, name)
 
 

@@ -79,17 +79,25 @@ def checked(
         )
     if text != strategy:
         raise ValueError(f"the state is of the strategy {text}, attached is {strategy}")
-    for name, slot in memory.items():
+    check_tensors(memory)
+    check_tensors((local["deltas"] or {}).get("memory", {}))
+    for name in memory:
         if name not in known:
             raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
-        if not all(isinstance(value, Tensor) for value in slot.values()):
-            raise ValueError(f"the memory of {name!r} must be tensors")
     for name, parameter in parameters.items() if local["deltas"] is not None else ():
         anchor = local["deltas"]["anchors"].get(name)
         if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
             found = f"one of shape {tuple(anchor.shape)}" if isinstance(anchor, Tensor) else "none; was it frozen then?"
             raise ValueError(f"{name!r} needs an anchor of shape {tuple(parameter.shape)}, and the state has {found}")
     return State(step, ahead, exchanges, order, memory, local, counts, whose)
+
+
+def check_tensors(memory: Mapping[str, Mapping[str, object]]) -> None:
+    """Refuse memory that could not be read back."""
+    for name, slot in memory.items():
+        for key, value in slot.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(f"a reducer's memory must be tensors, and {key!r} of {name!r} is {value!r:.60}")
 
 
 def kept_of(memory: Mapping[str, Mapping[str, Tensor]], deltas: Mapping[str, Any] | None) -> list[str]:
@@ -120,8 +128,9 @@ def owner(key: str, whose: Mapping[str, Memory], strategy: str) -> Memory:
     """Whose the memory of this key is, or an error where no reducer says so."""
     if key not in whose:
         raise ValueError(
-            f"a reducer of {strategy} remembers {key!r} and doesn't declare whose that is, so it can't be given to other ranks;"
-            f" put memory = {{{key!r}: 'own'}} into its class if each rank has another one, or 'shared' if all have the same"
+            f"a reducer of {strategy}, or of a strategy before it, remembers {key!r} and doesn't declare whose that is, so "
+            f"other ranks can't be given it; put memory = {{{key!r}: 'own'}} into its class if each rank has another one, or "
+            "'shared' if all have the same"
         )
     return whose[key]
 

@@ -40,6 +40,7 @@ class Auto:
         self._live: list[AutoRun] = []  # attached, in the order in which they were: the same on all ranks
         self._built, self._attached = 0, 0  # DDPs, runs, so far
         self._plain: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # it was said why
+        self._explained = False  # it was said why some DDP is not attached
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._used: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and scalers of runs that are over
@@ -121,6 +122,7 @@ class Auto:
                     "another run already, that of another DistributedDataParallel or one of the script's own"
                 )
             self._plain.add(ddp)
+            self._explained = True
             return
         self._attached += 1
         self._live.append(one)
@@ -228,7 +230,7 @@ class Auto:
         """Why nothing was attached, if nothing was."""
         if self._built == 0:
             log(f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it")
-        elif self._attached == 0 and not self._plain:
+        elif self._attached == 0 and not self._explained:
             log(
                 "no optimizer over the DistributedDataParallel's parameters was there when it ran, "
                 f"so {self.strategy} was not attached"

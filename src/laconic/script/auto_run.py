@@ -193,13 +193,21 @@ def _attached(run: Run) -> str:
     engine = engine_of(run)
     world, model = engine.group.world, engine.model
     count = sum(parameter.numel() for parameter in model.parameters())
-    ours, plain = (predict(text, model, world_size=world) for text in (run.strategy, "ddp()"))
-    share = ours.wire_bytes_per_step / plain.wire_bytes_per_step if plain.wire_bytes else 1.0
+    share = _share(run.strategy, model, world)
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
     return (
         f"{run.strategy} is attached to {type(engine.module).__name__} ({count:,} parameters) and {optimizers}"
-        f"{' with a GradScaler' if engine.scaler else ''}, {world} ranks: {share:.2g} of ddp()'s bytes once it is warm"
+        f"{' with a GradScaler' if engine.scaler else ''}, {world} ranks{share}"
     )
+
+
+def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
+    """How much it sends, where that is known."""
+    plain = predict("ddp()", model, world_size=world)
+    if strategy.cycle is None or not plain.wire_bytes:
+        return ""
+    ours = predict(strategy, model, world_size=world)
+    return f": {ours.wire_bytes_per_step / plain.wire_bytes_per_step:.2g} of ddp()'s bytes once it is warm"
 
 
 _known_rank: int | None = None  # the process group may be gone when there is something to say

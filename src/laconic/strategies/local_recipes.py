@@ -59,7 +59,9 @@ def _averaging(
     """Parameters themselves where nothing is lost on the way, deltas from an anchor where something is."""
     checked(reducer, "reducer")
     plain = outer is None and isinstance(reducer, Exact)
-    deltas = None if plain else Deltas(outer or Adopt(), reducer, fragments, order, delay, blend, carry, offload, outlier)
+    if outer is None:
+        outer = Adopt()
+    deltas = None if plain else Deltas(outer, reducer, fragments, order, delay, blend, carry, offload, outlier)
     return Averaging(routes.world(schedule), deltas, buffers, _moments(moments), atomic)
 
 
@@ -220,7 +222,7 @@ def streaming_diloco(
     Paper: Douillard et al. 2025, arXiv:2501.18512.
     """
     if isinstance(period, Schedule) and period.fixed_period is None:
-        raise TypeError("period must be a whole number of steps here: fragments need their places in it")
+        raise TypeError(f"period must be a whole number of steps here, or a schedule with a fixed_period, got {period!r}")
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier)

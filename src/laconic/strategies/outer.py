@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 Groups = Sequence[dict[str, Any]]
@@ -109,14 +110,25 @@ class OuterOptimizer(Outer):
             raise TypeError(f"optimizer must be a class of optimizers such as torch.optim.Adam, got {self.optimizer!r}")
         if not isinstance(self.options, Mapping):
             raise TypeError(f"options must be the optimizer's arguments by name, such as {{'lr': 0.1}}, got {self.options!r}")
-        object.__setattr__(self, "options", dict(self.options))
+        plain: dict[str, Any] = {
+            str(key): value.item() if isinstance(value, Tensor) else value for key, value in self.options.items()
+        }
+        object.__setattr__(self, "options", dict(sorted(plain.items())))
+        name = self.optimizer.__name__
         try:
-            self.optimizer([torch.zeros(1)], **self.options)
-        except TypeError as error:
-            raise TypeError(f"options don't fit {self.optimizer.__name__}: {error}") from error
+            made = kind([torch.zeros(1, 1, requires_grad=True)], **plain)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"options don't fit {name}: {error}") from error
+        made.param_groups[0]["params"][0].grad = torch.zeros(1, 1)
+        try:
+            made.step()
+        except (TypeError, RuntimeError, NotImplementedError) as error:
+            raise TypeError(
+                f"{name} can't step by gradients alone, and an outer optimizer has nothing else: {error}"
+            ) from error
 
     def __hash__(self) -> int:
-        return hash((self.optimizer, repr(self.options)))
+        return hash((self.optimizer, *self.options))
 
     def build(self, groups: Groups) -> Optimizer:
         return self.optimizer(list(groups), **self.options)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from laconic.comm.scopes import Scope
+from laconic.reducers.base import checked_frozen
 from laconic.strategies.schedules import Every, Never, Schedule, Until
 
 
@@ -21,7 +22,8 @@ class Route:
     def __post_init__(self) -> None:
         for leg in self.legs if isinstance(self.legs, tuple | list) else [self.legs]:  # type: ignore[redundant-expr]  # a text's
             match leg:
-                case (Schedule(), str() | int()):
+                case (Schedule() as schedule, str() | int()):
+                    _check_schedule(schedule)
                     continue
             raise TypeError(f"legs must be pairs such as (Every(16), 'world'), got {leg!r}")
 
@@ -43,6 +45,16 @@ class Route:
     def schedules(self) -> list[Schedule]:
         """Those that are ever due."""
         return [schedule for schedule, _ in self.legs if not schedule.never]
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    """Refuse a schedule of the user's own that says something that can't be."""
+    name = type(schedule).__name__
+    checked_frozen(schedule)
+    for word, least in (("start", 0), ("cycle", 1), ("fixed_period", 1)):
+        value = getattr(schedule, word)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name}.{word} must be a whole number of steps, {least} or more, got {value!r}")
 
 
 def world(schedule: Schedule | None = None) -> Route:

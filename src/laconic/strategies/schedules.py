@@ -28,9 +28,9 @@ class Schedule(ABC):
         return 0
 
     @property
-    def cycle(self) -> int:
-        """Steps after which it does the same again; of one that follows the learning rate, the fewest."""
-        return self.fixed_period or 1
+    def cycle(self) -> int | None:
+        """Steps after which it does the same again; of one that follows the learning rate, the fewest. None: unknown."""
+        return self.fixed_period
 
     @property
     def fixed_period(self) -> int | None:
@@ -44,8 +44,7 @@ class Schedule(ABC):
         if step == 0:
             return self
         raise ValueError(
-            f"{type(self).__name__} can't begin after a warm-up of {step} steps: it has no field start; give it one, "
-            "or leave warmup at 0"
+            f"{type(self).__name__} can't begin after a warm-up of {step} steps: it has no field start; give it one, or no warmup"
         )
 
 
@@ -93,6 +92,10 @@ class Until(Schedule):
 
     def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
         return step < self.stop
+
+    @property
+    def cycle(self) -> int:
+        return 1  # once it is over
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,10 @@ class Never(Schedule):
 
     def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
         return False
+
+    @property
+    def cycle(self) -> int:
+        return 1
 
 
 def _whole(number: object, name: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from laconic.reducers.base import Reducer, checked
+from laconic.reducers.base import Reducer, checked, checked_frozen
 from laconic.strategies.naming import name_of
 from laconic.strategies.outer import Outer
 from laconic.strategies.routes import Route
@@ -39,7 +39,9 @@ class Deltas:
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
-            raise TypeError(f"outer must be an Outer such as Nesterov(0.7, 0.9), got {self.outer!r}")
+            hint = "; of an optimizer class make OuterOptimizer(torch.optim.Adam, {'lr': 0.1})" if callable(self.outer) else ""
+            raise TypeError(f"outer must be an Outer such as Nesterov(0.7, 0.9), got {self.outer!r}{hint}")
+        checked_frozen(self.outer)
         checked(self.reducer, "reducer")
         for name in ("fragments", "delay"):
             if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
@@ -138,9 +140,13 @@ class Strategy:
             raise TypeError(f"averaging must be an Averaging(route=...), or None for gradients alone, got {self.averaging!r}")
 
     @property
-    def cycle(self) -> int:
-        """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate."""
-        return math.lcm(*(schedule.cycle for schedule in (self.averaging.route.schedules if self.averaging else ())))
+    def cycle(self) -> int | None:
+        """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate.
+
+        None: a schedule of the user's own doesn't say it.
+        """
+        cycles = [schedule.cycle for schedule in (self.averaging.route.schedules if self.averaging else ())]
+        return None if None in cycles else math.lcm(*(cycle for cycle in cycles if cycle is not None))
 
     @property
     def warmup(self) -> int:
