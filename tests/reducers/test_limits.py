@@ -172,7 +172,7 @@ def test_the_same_again(reducer: Reducer) -> None:
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(results[:3], results[3:], strict=True))
 
 
-@pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
+@pytest.mark.parametrize("reducer", [one for one in EVERY if not isinstance(one, ErrorFeedback)], ids=str)
 def test_error_feedback_survives_bad_steps(reducer: Reducer) -> None:
     """A run with a bad step, which the optimizer skips, goes on as one without it."""
     fed, clean_memory, memory = ErrorFeedback(reducer), [{} for _ in range(3)], [{} for _ in range(3)]  # type: ignore[var-annotated]

@@ -222,7 +222,10 @@ def streaming_diloco(
     Paper: Douillard et al. 2025, arXiv:2501.18512.
     """
     if isinstance(period, Schedule) and period.fixed_period is None:
-        raise TypeError(f"period must be a whole number of steps here, or a schedule with a fixed_period, got {period!r}")
+        raise TypeError(
+            "period must be a whole number of steps, or a schedule with a fixed_period, as fragments need their places in it; "
+            f"got {period!r}"
+        )
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier)

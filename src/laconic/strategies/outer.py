@@ -98,7 +98,7 @@ class OuterOptimizer(Outer):
     >>> import laconic
     >>> outer = OuterOptimizer(torch.optim.Adam, {"lr": 0.1, "betas": (0.5, 0.9)})
     >>> str(laconic.diloco(64, outer=outer))
-    "diloco(period=64, outer=OuterOptimizer(optimizer=torch.optim.adam:Adam, options={'lr': 0.1, 'betas': (0.5, 0.9)}))"
+    "diloco(period=64, outer=OuterOptimizer(optimizer=torch.optim.adam:Adam, options={'betas': (0.5, 0.9), 'lr': 0.1}))"
     """
 
     optimizer: type[Optimizer]
@@ -110,9 +110,8 @@ class OuterOptimizer(Outer):
             raise TypeError(f"optimizer must be a class of optimizers such as torch.optim.Adam, got {self.optimizer!r}")
         if not isinstance(self.options, Mapping):
             raise TypeError(f"options must be the optimizer's arguments by name, such as {{'lr': 0.1}}, got {self.options!r}")
-        plain: dict[str, Any] = {
-            str(key): value.item() if isinstance(value, Tensor) else value for key, value in self.options.items()
-        }
+        given = {str(key): value for key, value in self.options.items()}
+        plain: dict[str, Any] = {key: value.item() if isinstance(value, Tensor) else value for key, value in given.items()}
         object.__setattr__(self, "options", dict(sorted(plain.items())))
         name = self.optimizer.__name__
         try:
@@ -123,9 +122,7 @@ class OuterOptimizer(Outer):
         try:
             made.step()
         except (TypeError, RuntimeError, NotImplementedError) as error:
-            raise TypeError(
-                f"{name} can't step by gradients alone, and an outer optimizer has nothing else: {error}"
-            ) from error
+            raise TypeError(f"{name} can't step by gradients alone, as an outer optimizer must: {error}") from error
 
     def __hash__(self) -> int:
         return hash((self.optimizer, *self.options))

@@ -44,7 +44,7 @@ class Schedule(ABC):
         if step == 0:
             return self
         raise ValueError(
-            f"{type(self).__name__} can't begin after a warm-up of {step} steps: it has no field start; give it one, or no warmup"
+            f"{type(self).__name__} can't begin after a warm-up of {step} steps: it has no field start; give it one"
         )
 
 
