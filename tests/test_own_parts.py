@@ -14,6 +14,7 @@ import laconic
 from laconic.local import fragments
 from laconic.local.agenda import Agenda
 from laconic.run.run import engine_of
+from laconic.strategies.schedules import Until
 from tests import own_parts
 from tests.live import ranks
 from tests.models import chain, everywhere_equal, vectors, weights
@@ -319,3 +320,95 @@ class Eager(laconic.Schedule):
 
     def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class Named(laconic.Reducer):
+    """Fields by names that laconic's own classes use, too."""
+
+    warmup: int
+    cycle: int
+    parts: tuple[laconic.Reducer, ...] = ()
+
+    def reduce(self, bucket: laconic.Bucket) -> laconic.Exchange:
+        mean = yield laconic.AllReduce(bucket.flat)
+        return laconic.Reduced(mean)
+
+
+@dataclass(frozen=True)
+class Soon(laconic.Schedule):
+    start: int
+    cycle: int
+
+    def due(self, step: int, last: int = 0, rate: float | None = None) -> bool:
+        return step >= self.start and (step + 1 - self.start) % self.cycle == 0
+
+
+@dataclass(frozen=True)
+class Kin(laconic.ErrorFeedback):
+    memory = {"more": "shared"}  # noqa: RUF012
+
+
+def test_fields_may_have_any_name_and_memory_is_found_wherever_it_is_declared() -> None:
+    reducer = Named(3, 0, (laconic.ErrorFeedback(laconic.PowerSGD(1)),))
+    assert laconic.ddp(reducer=reducer).warmup == 0
+    assert reducer.all_memory() == {"error": "own", "q": "shared"}
+    assert Kin(laconic.Exact()).all_memory() == {"error": "own", "more": "shared"}
+    layer = torch.nn.Linear(4, 4, device="meta")
+    assert laconic.predict(laconic.ddp(reducer=reducer), layer, world_size=2).collectives > 0
+    assert laconic.predict(laconic.diloco(Soon(2, 3)), layer, world_size=2).steps == 3
+    assert laconic.diloco(Soon(2, 3)).warmup == 2
+
+
+def test_schedules_within_a_strategy() -> None:
+    route = laconic.Route(((Until(2), "world"), (laconic.Every(4, start=3), "world")))
+    assert laconic.Averaging(route).start == 3, "one without a start of its own says nothing of it"
+    with pytest.raises(ValueError, match=r"local_sgd: period is never due, got Never.*use silent"):
+        laconic.local_sgd(laconic.Never())
+    with pytest.raises(ValueError, match=r"need a sync at the end of each period, and Every.period=16, phase=3. has none"):
+        laconic.streaming_diloco(laconic.Every(16, phase=3))
+    averaging = laconic.diloco(laconic.Every(8, phase=3)).averaging
+    assert averaging is not None
+    assert [step for step in range(20) if Agenda(averaging).departures(step)] == [3, 11, 19]
+
+
+@dataclass(frozen=True)
+class Growing(laconic.Outer):
+    """Goes further with each sync, by a count that its optimizer keeps for the whole group."""
+
+    def build(self, groups: Any) -> torch.optim.Optimizer:
+        return GrowingSGD(list(groups), {"count": 0})
+
+
+class GrowingSGD(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * 0.1 * group["count"])
+
+
+def counted(rank: int, middle: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = chain(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = None
+    for steps in (range(middle), range(middle, 8)):
+        with laconic.attach(model, optimizer, laconic.diloco(2, outer=Growing())) as run:
+            if state is not None:
+                run.load_state_dict(state)
+            for step in steps:
+                model(vectors(rank, step, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = run.state_dict()
+            kept = [parameter.detach().clone() for parameter in model.parameters()]
+            engine_of(run).end(failed=True)  # as it is
+    return kept
+
+
+def test_what_an_outer_optimizer_counts_for_a_group_is_resumed() -> None:
+    for straight, resumed in zip(ranks(2, counted, 0), ranks(2, counted, 4), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(straight, resumed, strict=True))

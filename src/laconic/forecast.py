@@ -168,8 +168,8 @@ class Exchanges:
     """
 
     def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._starts = reducer, reducer.starts
-        self._cycle = math.lcm(reducer.cycle, *(part.cycle for part in _all_parts(reducer)))
+        self._reducer, self._starts = reducer, reducer.changes_at()
+        self._cycle = math.lcm(*(each.exchange_cycle for each in _with_inner(reducer)))
         self._known: dict[tuple[object, ...], Traffic] = {}
 
     def cost(self, parameters: Mapping[str, Tensor], world: int, step: int, number: int) -> Traffic:
@@ -243,8 +243,8 @@ class _BetweenSteps:
         return Traffic()
 
 
-def _all_parts(reducer: Reducer) -> list[Reducer]:
-    return [found for part in reducer.parts() for found in (part, *_all_parts(part))]
+def _with_inner(reducer: Reducer) -> list[Reducer]:
+    return [reducer, *(found for part in reducer.inner_reducers() for found in _with_inner(part))]
 
 
 def _size(scope: Scope | None, sizes: Mapping[str, int]) -> int:

@@ -47,6 +47,18 @@ def test_means_of_numbers_the_largest_of_counts_and_residuals_that_conserve() ->
     assert "extra" not in merged
 
 
+def test_residuals_that_the_first_rank_knows_nothing_of() -> None:
+    """Left by a strategy before, on some ranks alone; a former state says of each rank what that rank had."""
+    trees = [tree(rank) for rank in range(3)]
+    for rank, each in enumerate(trees):
+        each["run"] |= {"strategy": "ddp()", "whose": {"mine": "own"} if rank == 2 else {}}
+        each["run"]["memory"]["w"].pop("q")
+    trees[2]["run"]["memory"]["w"]["mine"] = torch.tensor([3.0])
+    memory = merge(trees)["run"]["memory"]["w"]
+    assert memory["error"].tolist() == [1, 2]
+    assert memory["mine"].tolist() == [1]
+
+
 def test_of_optimizer_state_the_mean_is_over_the_ranks_that_had_it() -> None:
     """A parameter that had no gradient on rank 0 has no state there; that is no state of zeros."""
     trees = [tree(rank) for rank in range(3)]
@@ -70,7 +82,15 @@ def test_means_of_16_bit_residuals_do_not_overflow_on_the_way() -> None:
 def saved() -> dict[str, Any]:
     """What rank 0 may have saved in mid-period, with a delta outstanding."""
     slot = {"error": torch.ones(2), "q": torch.ones(1)}
-    deltas = {"anchors": {"w": torch.ones(2)}, "outer": {}, "memory": {"w": slot}, "exchanges": 1, "norms": [], "skipped": 0}
+    deltas = {
+        "anchors": {"w": torch.ones(2)},
+        "outer": {},
+        "outer_groups": [],
+        "memory": {"w": slot},
+        "exchanges": 1,
+        "norms": [],
+        "skipped": 0,
+    }
     deltas |= {"clean": True, "outstanding": [{"deltas": {"w": torch.ones(2)}}]}
     local = {"syncs": 1, "skipped": 0, "last": 2, "rate": None, "drifted": True, "deltas": deltas}
     state = {"version": VERSION, "rank": 0, "strategy": "diloco()", "step": 3, "ahead": [0], "exchanges": 3, "order": ["w"]}

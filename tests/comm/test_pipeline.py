@@ -150,13 +150,14 @@ def test_rounds_leave_at_fixed_steps(rounds: int, delay: int) -> None:
         pipeline = Pipeline(Group(meeting, 0), Ledger(), expected)
         pipeline.add("a", rounds_of(0, rounds, 0))
         pipeline.add("b", rounds_of(1, 1, 0))
+        pipeline.add("nothing to send", rounds_of(2, 0, 0))
         for elapsed in range(1, delay):
             pipeline.advance(elapsed, delay)
             due = sum(number * delay // rounds <= elapsed for number in range(rounds)) if turn else 1
             assert sum(exchange == 0 for exchange, _ in meeting.labels(0)) == due, (turn, elapsed)
         pipeline.finish()
         assert meeting.labels(0).count((1, 0)) == 1
-    assert expected == {"a": rounds, "b": 1}
+    assert expected == {"a": rounds, "b": 1, "nothing to send": 0}
 
 
 def test_what_is_abandoned_is_forgotten() -> None:

@@ -105,3 +105,15 @@ def test_nothing_watches_after_the_end() -> None:
     assert set(watched) == AVERAGED
     run.detach()
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_state_that_is_taken_after_the_end_has_the_order() -> None:
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach(model, optimizer, "ddp()") as run:
+        for step in range(2):
+            model(vectors(0, step)).sum().backward()
+            optimizer.step()
+        order = run.state_dict()["order"]
+    assert set(order) == AVERAGED
+    assert run.state_dict()["order"] == order

@@ -251,3 +251,43 @@ def test_rounds_of_an_outstanding_exchange_leave_at_fixed_steps(monkeypatch: pyt
         "not known yet: when the exchange has to be complete"
     )
     assert later == [[(0, "AllGather"), (0, "AllReduce"), (3, "AllReduce")]] * 2
+
+
+def test_what_has_arrived_is_applied_before_anything_else_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of another fragment that can't leave takes nothing of it back."""
+    launch, broken = polling.TorchGroup.launch, False
+
+    def refuse(group: polling.TorchGroup, collective: Collective) -> Any:
+        if broken and group is engine_of(run).groups[OUTSTANDING]:
+            raise RuntimeError("the cable is cut")
+        return launch(group, collective)
+
+    one_process()
+    try:
+        model = build(lambda: chain(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        reducer = "ErrorFeedback(PowerSGD(1, min_compression_rate=0.5))"
+        run = laconic.attach(model, optimizer, f"streaming_diloco(8, fragments=4, delay=4, reducer={reducer})")
+        deltas = engine_of(run).local.deltas
+        assert deltas is not None
+        monkeypatch.setattr(polling.TorchGroup, "launch", refuse)
+        for now in range(60):
+            due = [one for one in deltas._outstanding if now + 1 >= one.launched + 4]
+            broken = now > 30 and bool(due) and len(deltas._outstanding) > 1
+            before = {name: anchor.clone() for name, anchor in deltas.anchors.by_name.items()}
+            model(vectors(0, now)).square().sum().backward()
+            if not broken:
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with pytest.raises(laconic.CommunicationError, match="the cable is cut"):
+                optimizer.step()
+            break
+        else:
+            pytest.fail("no step had one fragment to complete and another to send on")
+        moved = {name for name, anchor in deltas.anchors.by_name.items() if not torch.equal(anchor, before[name])}
+        assert moved == set(deltas.fragments[due[0].fragment])
+        assert due[0] not in deltas._outstanding
+        engine_of(run).end(failed=True)
+    finally:
+        dist.destroy_process_group()

@@ -101,7 +101,7 @@ def test_bytes_depend_on_the_warm_up_and_the_parity_of_the_exchange_alone(reduce
     shapes: Shapes = [(), (0,), (33, 7), (5,)]
     seen: dict[tuple[object, ...], Traffic] = {}
     for step in (0, 1, 2, 3, 4, 7, 100, 101):
-        key = (step % 2, *(step >= end for end in reducer.starts))
+        key = (step % 2, *(step >= end for end in reducer.changes_at()))
         assert seen.setdefault(key, forecast(reducer, 3, shapes, step)) == forecast(reducer, 3, shapes, step)
 
 
@@ -126,7 +126,7 @@ def test_memory_is_declared_and_what_is_shared_is_the_same_on_all_ranks(reducer:
     memory: Memory = [{} for _ in range(3)]
     for step in range(5):
         run(reducer, [tensors(shapes, 10 * step + rank) for rank in range(3)], memory, step)
-    declared = reducer.memories()
+    declared = reducer.all_memory()
     for name, slot in memory[0].items():
         assert slot.keys() <= declared.keys(), name
         for key in (key for key in slot if declared[key] == "shared"):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.report import meter_records as runs
 from laconic.run.run import engine_of
-from tests.live import ranks
+from tests.live import last_ranks, ranks
 from tests.models import build, chain, difference, everything, same_bits, vectors, weights
 
 STEPS = 10
@@ -252,3 +252,22 @@ def test_stats_go_on_after_a_resume(strategy: str, tmp_path: Path) -> None:
         sent = [[row["wire_bytes"] for row in part] for part in (one, two, three)]
         assert sent[0] == sent[1] == sent[2], "of each step its own, whatever was loaded before it"
         assert all(row["wait_seconds"] >= 0 and row["work_seconds"] >= 0 for row in record.steps)
+
+
+def other_steps(rank: int, uneven: str) -> None:
+    """The ranks load states of another strategy, taken after different numbers of steps."""
+    model, states = build(chain), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with laconic.attach(model, optimizer, "topk(warmup=0)") as run:
+        for step in range(3):
+            step_once(model, optimizer, run, rank, step)
+            states.append(run.state_dict())
+    new = laconic.attach(model, optimizer, "int8()", uneven=uneven)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"rank 1 has step 3, rank 0 has step 2"):
+        new.load_state_dict(states[1 + rank], strict=False)
+    new.detach()
+
+
+@pytest.mark.parametrize("uneven", ["error", "stop"])
+def test_states_of_different_steps_are_refused_on_all_ranks(uneven: str) -> None:
+    last_ranks(2, other_steps, uneven)

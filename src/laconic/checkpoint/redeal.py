@@ -22,7 +22,7 @@ def merge(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One tree for every new rank, out of those of all old ranks; without `extra` and `random`."""
     wanted = [{key: value for key, value in tree.items() if key not in ("extra", "random")} for tree in trees]
     wanted = [{**tree, "run": {k: v for k, v in upgraded(tree["run"]).items() if k != "kept"}} for tree in wanted]
-    merged: dict[str, Any] = _Merge(len(trees), wanted[0]["run"]).combined(wanted, ())
+    merged: dict[str, Any] = _Merge([tree["run"] for tree in wanted]).combined(wanted, ())
     merged["run"]["kept"] = kept_of(merged["run"]["memory"], merged["run"]["local"]["deltas"])
     if merged["run"]["local"]["deltas"] is None:
         merged["run"]["local"]["drifted"] = False  # the mean of all replicas is the same everywhere
@@ -30,8 +30,9 @@ def merge(trees: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class _Merge:
-    def __init__(self, ranks: int, state: Mapping[str, Any]) -> None:
-        self._ranks, self._strategy, self._whose = ranks, str(state["strategy"]), declared(state)
+    def __init__(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._ranks, self._strategy = len(states), str(states[0]["strategy"])
+        self._whose = {key: kind for state in states for key, kind in declared(state).items()}
 
     def combined(self, nodes: Sequence[Any], path: Path) -> Any:
         first = nodes[0]

@@ -63,7 +63,7 @@ class Pipeline:
     def advance(self, elapsed: int, delay: int) -> None:
         """Launch the rounds that are due `elapsed` of `delay` steps after the exchanges were added."""
         for key, exchange in self._pending:
-            rounds = self._expected.get(key, 1)
+            rounds = max(self._expected.get(key, 1), 1)  # one that had nothing to send had none
             while elapsed >= exchange.launched * delay // rounds and self._launch_expected(key, exchange):
                 pass
 

@@ -67,14 +67,15 @@ class ReadyOrder:
     """The order in which a DDP's first backward made gradients ready: what a new DDP must be told to sum as this one does."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+        self._ddp: DistributedDataParallel | None = ddp  # until `stop`
         self._order: list[str] | None = None  # once it is known
         self._readiness: Readiness | None = None
 
     def watch(self) -> None:
         """If the first backward that communicates is still to come, see in which order it makes gradients ready."""
-        if self._order is None and self._readiness is None and not has_rebuilt_buckets(self._ddp):
-            self._readiness = Readiness(self._ddp)
+        ddp = self._ddp
+        if ddp is not None and self._order is None and self._readiness is None and not has_rebuilt_buckets(ddp):
+            self._readiness = Readiness(ddp)
 
     def settle(self) -> None:
         """That backward has been."""
@@ -83,18 +84,22 @@ class ReadyOrder:
 
     def known(self, layout: Sequence[Sequence[str]]) -> list[str] | None:
         """The order, if it is known by now; `layout`: the buckets of the last backward."""
-        if self._order is None and has_rebuilt_buckets(self._ddp):
+        if self._order is None and self._ddp is not None and has_rebuilt_buckets(self._ddp):
             return [name for bucket in layout for name in bucket] or None
         return self._order
 
     def take_over(self, order: Sequence[str]) -> None:
         """Have this DDP build its buckets by the order of a former one, where it can; all ranks together."""
-        if replay(self._ddp, order):
-            self.stop()
+        if self._ddp is not None and replay(self._ddp, order):
+            self._look_no_further()
             self._order = list(order)
 
     def stop(self) -> None:
-        """Look no further."""
+        """Let go of the DDP; what is known stays."""
+        self._look_no_further()
+        self._ddp = None
+
+    def _look_no_further(self) -> None:
         if self._readiness is not None:
             self._readiness.stop()
             self._readiness = None

@@ -16,7 +16,7 @@ def wire_seconds(wire_bytes: Mapping[str, float], link: Link, factors: Mapping[s
     """
     if link.bits_per_second is None:
         return 0.0
-    return sum(factors[kind] * count for kind, count in wire_bytes.items()) * 8 / link.bits_per_second
+    return sum(factors.get(kind, 1.0) * count for kind, count in wire_bytes.items()) * 8 / link.bits_per_second
 
 
 def delay_seconds(collectives: Mapping[str, float], workers: int, link: Link) -> float:
@@ -29,7 +29,7 @@ def delay_seconds(collectives: Mapping[str, float], workers: int, link: Link) ->
     0.12
     """
     messages = {"AllReduce": 2 * (workers - 1), "AllGather": workers - 1, "AllToAll": 1}
-    return sum(messages[kind] * count for kind, count in collectives.items()) * link.delay_seconds
+    return sum(messages.get(kind, workers - 1) * count for kind, count in collectives.items()) * link.delay_seconds
 
 
 def step_seconds(compute: float, wire: float, *, in_the_air: bool) -> float:

@@ -58,4 +58,4 @@ def _departures(averaging: Averaging) -> Sequence[Schedule]:
     period = fixed.fixed_period
     assert period is not None
     ends = [(number + 1) * period // deltas.fragments for number in range(deltas.fragments)]
-    return [Every(period, fixed.start, (end - deltas.delay) % period) for end in ends]
+    return [Every(period, fixed.start or 0, (end - deltas.delay) % period) for end in ends]

@@ -40,11 +40,13 @@ class Anchors:
 
     def step(self, deltas: Mapping[str, Tensor]) -> None:
         """One step of the outer optimizer, on these mean deltas; anchors without one stay where they are."""
-        for name, delta in deltas.items():
-            self.by_name[name].grad = delta.to(self.by_name[name].device)
-        self._outer.step()
-        for name in deltas:
-            self.by_name[name].grad = None
+        try:
+            for name, delta in deltas.items():
+                self.by_name[name].grad = delta.to(self.by_name[name].device)
+            self._outer.step()
+        finally:
+            for name in deltas:
+                self.by_name[name].grad = None
 
     def replicated(self) -> dict[str, Tensor]:
         """What is the same on all ranks, by what a person calls it."""
@@ -59,6 +61,7 @@ class Anchors:
         return {
             "anchors": dict(self.by_name),
             "outer": {name: dict(self._outer.state.get(anchor, {})) for name, anchor in self.by_name.items()},
+            "outer_groups": [_plain(group) for group in self._outer.param_groups],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -69,3 +72,14 @@ class Anchors:
                 key: value.to(anchor.device, copy=True) if isinstance(value, Tensor) else value
                 for key, value in state["outer"].get(name, {}).items()
             }
+        for group, saved in zip(self._outer.param_groups, state["outer_groups"], strict=False):
+            group.update(saved)
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer counts for a whole group; parameters are known, and rates are set at each sync."""
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in ("params", "rate") and isinstance(value, bool | int | float | str | Tensor | None)
+    }

@@ -104,10 +104,10 @@ class DeltaAverager:
         complete = [one for one in self._outstanding if step >= one.launched + delay]
         for one in complete:
             self._finish(one)
+        self._apply(complete)  # before anything else is sent, which may fail
         for one in self._outstanding:
             one.pipeline.advance(step - one.launched, delay)
         if delay:
-            self._apply(complete)
             self._outstanding += [self._launch(number, step, self._filled(number, step)) for number in departures]
         else:
             complete = [self._exchange(number, step) for number in departures]

@@ -1,7 +1,7 @@
 """What a reducer is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import ClassVar, Literal, Self, TypeAlias
 
@@ -80,37 +80,49 @@ class Reducer(ABC):
     # The keys of its slots, and whose each is. On another number of ranks every rank gets the mean of what the old ones had
     # for themselves, and what they shared as it is.
     memory: ClassVar[Mapping[str, Memory]] = {}
-    # Exchanges after which it sends as much again: `predict` works out no more of them. One that takes turns says so.
-    cycle: ClassVar[int] = 2
+    # Exchanges after which it sends as much again: `predict` works out no more of them. One that takes more turns says so.
+    exchange_cycle: ClassVar[int] = 2
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Exchange:
         """Average `bucket.flat` over the group."""
 
     @property
-    def warmup(self) -> int:
+    def warmup_steps(self) -> int:
         """Steps before it does what it is for."""
         return 0
 
-    @property
-    def starts(self) -> list[int]:
+    def changes_at(self) -> list[int]:
         """At which steps it, or a reducer that it is made of, begins to send something else."""
-        return [step for part in self.parts() for step in part.starts]
+        return [step for part in self.inner_reducers() for step in part.changes_at()]
 
-    def parts(self) -> list["Reducer"]:
-        """The reducers that it is made of."""
+    def inner_reducers(self) -> list["Reducer"]:
+        """The reducers that it is made of: in its fields, and in tuples and mappings there."""
         assert is_dataclass(self), "a reducer is a frozen dataclass"
-        values = [getattr(self, part.name) for part in fields(self)]
-        return [value for value in values if isinstance(value, Reducer)]
+        return _reducers([getattr(self, part.name) for part in fields(self)])
 
-    def memories(self) -> dict[str, Memory]:
-        """Its own memory, and that of the reducers that it is made of."""
-        found = dict(self.memory)
-        for part in self.parts():
-            found |= part.memories()
+    def all_memory(self) -> dict[str, Memory]:
+        """Its own memory, what it inherits, and that of the reducers that it is made of."""
+        found: dict[str, Memory] = {}
+        for base in reversed(type(self).__mro__):
+            found |= vars(base).get("memory", {})
+        for part in self.inner_reducers():
+            found |= part.all_memory()
         return found
 
     @classmethod
     def examples(cls) -> Iterator[Self]:
         """Instances worth trying: the law tests and benchmarks run every one of them."""
         yield cls()
+
+
+def _reducers(values: Iterable[object]) -> list[Reducer]:
+    found: list[Reducer] = []
+    for value in values:
+        if isinstance(value, Reducer):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            found += _reducers(value.values())
+        elif isinstance(value, list | tuple):
+            found += _reducers(value)
+    return found

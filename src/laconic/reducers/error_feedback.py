@@ -35,7 +35,7 @@ class ErrorFeedback(Reducer):
 
     def __post_init__(self) -> None:
         checked(self.inner, "inner")
-        if RESIDUAL in self.inner.memories() and not isinstance(self.inner, Release):
+        if RESIDUAL in self.inner.all_memory() and not isinstance(self.inner, Release):
             raise ValueError(
                 f"ErrorFeedback keeps {RESIDUAL!r} for each parameter, and so does {type(self.inner).__name__} inside of it; "
                 "each would overwrite the other's"

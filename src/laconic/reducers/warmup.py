@@ -37,12 +37,11 @@ class Warmup(Reducer):
         yield cls(2, Exact(), before=Cast("fp16"))
 
     @property
-    def warmup(self) -> int:
+    def warmup_steps(self) -> int:
         return self.start
 
-    @property
-    def starts(self) -> list[int]:
-        return [self.start, *super().starts]
+    def changes_at(self) -> list[int]:
+        return [self.start, *super().changes_at()]
 
     def reduce(self, bucket: Bucket) -> Exchange:
         return (self.before if bucket.step < self.start else self.inner).reduce(bucket)

@@ -219,7 +219,7 @@ class Engine:
         attached.difference_update(self.optimizers)
         if self.ddp is not None:
             self._dispatcher.release()
-            self.ddp = self.order = None
+            self.ddp = None
         if self.local.deltas is not None:
             self.local.deltas.abandon()
         self.groups.close()

@@ -18,7 +18,7 @@ class Residuals:
     def released_by(self, reducer: Reducer) -> Reducer:
         """Residuals pass on to a reducer that has a place for them; otherwise they go into its next exchange."""
         held = any(RESIDUAL in slot for slot in self._memory.values())
-        return Release(reducer) if held and RESIDUAL not in reducer.memories() else reducer  # released twice is doubled
+        return Release(reducer) if held and RESIDUAL not in reducer.all_memory() else reducer  # released twice is doubled
 
     def drop_release(self, hook: GradientHook) -> None:
         """Once the residuals of a former strategy have been sent, go on without the wrapper that sends them.

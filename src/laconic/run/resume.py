@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from laconic.ranks.agreement import agree
 from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine
 from laconic.run.state import VERSION, check_tensors, checked, kept_of, tied_to_strategy, upgraded, without_averaging
@@ -70,6 +71,7 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
     if _fits(engine, former):
         switch_to(engine, saved(former), equal=True)  # as good as: what differs is about to be overwritten
         _load(engine, state)
+        agree([f"strategy {wanted}", f"step {engine.clock.step}"], None, engine.group, engine.device)
         with engine.during(f"going over to {wanted}"):
             switch_to(engine, wanted)
     else:
@@ -94,7 +96,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
         slot.update({key: value.detach().to(devices[name], copy=True) for key, value in found.memory.get(name, {}).items()})
     engine.clock.set(found.step, found.ahead)
     engine.counter.load(found.counts)
-    engine.whose |= found.whose
+    engine.whose = {**found.whose, **engine.whose}
     engine.local.load(found.local, found.step)
     if engine.hook is not None:
         engine.hook.exchanges = found.exchanges

@@ -35,7 +35,7 @@ def upgraded(state: Mapping[str, Any]) -> Mapping[str, Any]:
         local, deltas = dict(state["local"]), state["local"]["deltas"]
         if deltas is not None:
             renamed = {"rounds": "exchanges", "air": "outstanding"}
-            local["deltas"] = {renamed.get(key, key): value for key, value in deltas.items()}
+            local["deltas"] = {"outer_groups": [], **{renamed.get(key, key): value for key, value in deltas.items()}}
         kept = [name.replace("in the air: ", "outstanding: ") for name in state["kept"]]
         slots = [*state["memory"].values(), *(deltas["memory"].values() if deltas is not None else ())]
         whose = {key: "own" if key == RESIDUAL else "shared" for slot in slots for key in slot}
@@ -53,7 +53,7 @@ def checked(
     """The state that a `state_dict` holds, or an error that says why it can't be used here."""
     version = state.get("version")
     if version != VERSION:
-        raise ValueError(f"can read state of version {VERSION}, got {version!r}; is it a laconic run's state_dict?")
+        raise ValueError(f"can read state of versions 4 and {VERSION}, got {version!r}; is it a laconic run's state_dict?")
     try:
         text, step, exchanges = str(state["strategy"]), int(state["step"]), int(state["exchanges"])
         ahead = [int(count) for count in state["ahead"]]
@@ -112,7 +112,7 @@ def kept_of(memory: Mapping[str, Mapping[str, Tensor]], deltas: Mapping[str, Any
 def memory_of(strategy: Strategy) -> dict[str, Memory]:
     """Whose each key of a strategy's memory is, as its reducers declare it."""
     deltas = strategy.averaging.deltas if strategy.averaging else None
-    return {**strategy.reducer.memories(), **(deltas.reducer.memories() if deltas else {})}
+    return {**strategy.reducer.all_memory(), **(deltas.reducer.all_memory() if deltas else {})}
 
 
 def declared(state: Mapping[str, Any]) -> dict[str, Memory]:
@@ -121,7 +121,7 @@ def declared(state: Mapping[str, Any]) -> dict[str, Memory]:
         today = memory_of(saved(str(state["strategy"])))
     except ValueError:  # a class of another process
         today = {}
-    return {**state["whose"], **today}
+    return {RESIDUAL: "own", **state["whose"], **today}
 
 
 def owner(key: str, whose: Mapping[str, Memory], strategy: str) -> Memory:
@@ -176,7 +176,7 @@ def _checked_owner(value: object) -> Memory:
 
 
 def _check_deltas(deltas: Mapping[str, Any]) -> None:
-    wanted = ("anchors", "outer", "memory", "exchanges", "norms", "skipped", "clean", "outstanding")
+    wanted = ("anchors", "outer", "outer_groups", "memory", "exchanges", "norms", "skipped", "clean", "outstanding")
     missing = [key for key in wanted if key not in deltas]
     if missing:
         raise ValueError(f"deltas without {missing[0]!r}")

@@ -23,9 +23,11 @@ def _schedule(period: int | Schedule, warmup: int) -> Schedule:
     checked_steps(warmup, "warmup")
     if not isinstance(period, Schedule):
         return Every(period, warmup)
-    if warmup and period.start not in (0, warmup):
+    if period.never:
+        raise ValueError(f"period is never due, got {render(period)}; to average replicas at the end alone use silent()")
+    if warmup and period.start not in (None, 0, warmup):
         raise ValueError(f"period starts after {period.start} steps and warmup is {warmup}: give one of the two")
-    return period.starting(warmup or period.start)
+    return period.starting(warmup or period.start or 0)
 
 
 def _moments(moments: Moments) -> str | tuple[tuple[str, int], ...]:
@@ -85,7 +87,7 @@ def local_sgd(
     """
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, atomic=atomic)
-    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0), averaging)
 
 
 @recipe
@@ -111,7 +113,7 @@ def post_local_sgd(
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, atomic=atomic)
     scope = {None: AUTO, "none": None}.get(subgroup, subgroup)
-    return Strategy(Exact(), routes.at_first(schedule.start, scope), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0, scope), averaging)
 
 
 @recipe
@@ -163,7 +165,7 @@ def slowmo(
     chosen = _either(outer, SlowMo(beta, alpha), SlowMo(), "beta and alpha")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0), averaging)
 
 
 @recipe
@@ -191,7 +193,7 @@ def diloco(
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0), averaging)
 
 
 @recipe
@@ -229,7 +231,7 @@ def streaming_diloco(
     chosen = _either(outer, _outer(outer_lr, outer_momentum), _outer(0.7, 0.6), "outer_lr and outer_momentum")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, fragments, order, delay, blend, carry, offload, outlier)
-    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0), averaging)
 
 
 @recipe
@@ -256,7 +258,7 @@ def sparseloco(
     chosen = _either(outer, _outer(outer_lr, 0.0), Adopt(), "outer_lr")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
-    return Strategy(Exact(), routes.at_first(schedule.start), averaging)
+    return Strategy(Exact(), routes.at_first(schedule.start or 0), averaging)
 
 
 def _either(outer: Outer | None, made: Outer, default: Outer, names: str) -> Outer:

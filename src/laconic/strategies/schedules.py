@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 
 class Schedule(ABC):
@@ -22,20 +22,22 @@ class Schedule(ABC):
         `last` is how many were completed when it was done last, `rate` the learning rate that all ranks agreed on then.
         """
 
-    @property
-    def start(self) -> int:
-        """Steps before the first in which it can be due."""
-        return 0
+    if TYPE_CHECKING:
+        # At run time these are class attributes, so that a dataclass may have fields of these names.
 
-    @property
-    def cycle(self) -> int | None:
-        """Steps after which it does the same again; of one that follows the learning rate, the fewest. None: unknown."""
-        return self.fixed_period
+        @property
+        def start(self) -> int | None:
+            """Steps before the first in which it can be due; None: it has no start of its own."""
 
-    @property
-    def fixed_period(self) -> int | None:
-        """Steps from each time to the next, where they are always as many: fragments need it. None: they are not."""
-        return None
+        @property
+        def cycle(self) -> int | None:
+            """Steps after which it does the same again; of one that follows the learning rate, the fewest. None: unknown."""
+
+        @property
+        def fixed_period(self) -> int | None:
+            """Steps from each time to the next, where they are always as many: fragments need it. None: they are not."""
+    else:
+        start = cycle = fixed_period = None
 
     def starting(self, step: int) -> Self:
         """The same, with another start; a schedule with a field `start` has this by itself."""

@@ -99,6 +99,8 @@ class Averaging:
         fixed, fragments, delay = self.fixed, self.deltas.fragments, self.deltas.delay
         if fixed is None or fixed.fixed_period is None:
             raise ValueError("fragments and delay need a fixed period, not one that follows the learning rate")
+        if not fixed.due((fixed.start or 0) + fixed.fixed_period - 1):
+            raise ValueError(f"fragments and delay need a sync at the end of each period, and {render(fixed)} has none there")
         if fragments > fixed.fixed_period:
             raise ValueError(f"fragments must be at most the period, one a step; got {fragments} in {fixed.fixed_period} steps")
         if delay >= fixed.fixed_period:
@@ -110,7 +112,8 @@ class Averaging:
     @property
     def start(self) -> int:
         """Steps before the first local one."""
-        return min((schedule.start for schedule in self.route.schedules), default=0)
+        starts = [schedule.start for schedule in self.route.schedules if schedule.start is not None]
+        return min(starts, default=0)
 
     @property
     def fixed(self) -> Schedule | None:
@@ -145,13 +148,14 @@ class Strategy:
 
         None: a schedule of the user's own doesn't say it.
         """
-        cycles = [schedule.cycle for schedule in (self.averaging.route.schedules if self.averaging else ())]
+        schedules = self.averaging.route.schedules if self.averaging else ()
+        cycles = [schedule.cycle or schedule.fixed_period for schedule in schedules]
         return None if None in cycles else math.lcm(*(cycle for cycle in cycles if cycle is not None))
 
     @property
     def warmup(self) -> int:
         """Steps before the strategy does what it is for."""
-        return max(self.reducer.warmup, self.averaging.start if self.averaging else 0)
+        return max(self.reducer.warmup_steps, self.averaging.start if self.averaging else 0)
 
     def __str__(self) -> str:
         return self.text or render(self)
