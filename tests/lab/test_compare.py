@@ -247,6 +247,7 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.
     assert process.returncode == (130 if signal_ == signal.SIGINT else -9)
     if signal_ == signal.SIGINT:
         assert "--resume goes on" in output
+    deadline = time.monotonic() + 60
     while left_over(mark) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_over(mark) == []
