@@ -24,9 +24,13 @@ REDUCERS: dict[str, Reducer] = {
     "Exact()": laconic.Exact(),
     "Quantized(8)": laconic.Quantized(8),
     "Quantized(4)": laconic.Quantized(4),
+    "Quantized(2)": laconic.Quantized(2),
     "PowerSGD(4)": laconic.PowerSGD(4),
     "Sign()": laconic.Sign(),
+    "Sign(phases=1)": laconic.Sign(phases=1),
     "TopK(0.01)": laconic.TopK(0.01),
+    "TopK(0.01, values='fp16')": laconic.TopK(0.01, values="fp16"),
+    "TopK(0.01, phases=1)": laconic.TopK(0.01, phases=1),
 }
 PROCESSES, SIMULATED = [2, 4, 8], [16, 64, 256]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import laconic
-from laconic.comm.dryrun import simulate
+from laconic.comm.bucket import Bucket
+from laconic.comm.dryrun import predict, simulate
 from laconic.reducers.base import Reducer
 from laconic.reducers.error_feedback import ErrorFeedback
 from laconic.reducers.lowrank import orthonormal
@@ -33,6 +34,8 @@ def flat(inputs: list[list[Tensor]]) -> Tensor:
         laconic.PowerSGD(rank=99, min_compression_rate=1e-3),
         laconic.PowerSGD(rank=99, min_compression_rate=1e-3, warm_start=False),
         laconic.TopK(1.0),
+        laconic.TopK(1.0, chunk=8),
+        laconic.TopK(1.0, phases=1),
         laconic.RandomK(1.0),
     ],
     ids=str,
@@ -252,7 +255,57 @@ def test_numbers_next_to_nothing_come_out_as_nothing(reducer: Reducer) -> None:
 
 def test_sign_is_one_size_a_parameter_and_zero_counts_as_plus() -> None:
     inputs = [[torch.tensor([3.0, -1, 0, -4]), torch.tensor([-8.0])], [torch.tensor([1.0, 1, 1, -1]), torch.tensor([-2.0])]]
-    assert mean(laconic.Sign(), inputs).tolist() == [1.5, -0.5, 1.5, -1.5, -5]
+    assert mean(laconic.Sign(phases=1), inputs).tolist() == [1.5, -0.5, 1.5, -1.5, -5]
+
+
+def test_signs_in_two_phases() -> None:
+    """Rank 0 owns the first 32 numbers, rank 1 the others; a rank's own numbers of its part are not rounded."""
+    ones = torch.ones(32)
+    inputs = [[torch.cat([3 * ones[:16], -ones[:16]]), 8 * ones], [torch.cat([-ones[:16], 5 * ones[:16]]), -2 * ones]]
+    # Rank 1 sends the first part as signs of size 3: the mean is (3 - 3) / 2 and (-1 + 3) / 2, whose size is 1/2.
+    assert mean(laconic.Sign(), inputs).tolist() == [0.5] * 32 + [3.0] * 32
+    results, _ = run(laconic.Sign(), inputs, [{}, {}], 0, feedback=True)
+    first, second = (result.error for result in results)
+    assert first is not None
+    assert second is not None
+    assert first.tolist() == [-1.0] * 16 + [1.0] * 16 + [0.0] * 32, "twice what the mean lacks, and nothing of what was sent"
+    assert second.tolist() == [2.0] * 32 + [0.0] * 32
+
+
+def test_the_largest_in_two_phases() -> None:
+    """Rank 0 owns the first parameter, rank 1 the second; of each the larger half is sent."""
+    inputs = [[torch.tensor([4.0, 1]), torch.tensor([2.0, 6])], [torch.tensor([0.0, -3]), torch.tensor([9.0, 1])]]
+    # The first: 4, 1 and what rank 1 sends of it, -3. The second: 9, 1 and what rank 0 sends, 6.
+    assert mean(laconic.TopK(0.5), inputs).tolist() == [2, 0, 4.5, 0]
+    results, _ = run(laconic.TopK(0.5), inputs, [{}, {}], 0, feedback=True)
+    first, second = (result.error for result in results)
+    assert first is not None
+    assert second is not None
+    assert first.tolist() == [0, -2, 2, 0], "what the owner left out counts for both ranks"
+    assert second.tolist() == [0, 0, 0, 7]
+
+
+@pytest.mark.parametrize("world", [2, 8, 64, 256])
+@pytest.mark.parametrize(
+    ("reducer", "share"),
+    [
+        (laconic.Sign(), 15),
+        (laconic.TopK(0.01, values="fp16"), 25),
+        (laconic.TopK(0.01), 25),
+        (laconic.Quantized(4), 7),
+        (laconic.Quantized(2), 15),
+    ],
+    ids=str,
+)
+def test_bytes_do_not_grow_with_the_world(reducer: Reducer, share: int, world: int) -> None:
+    """Of what fp32 takes, at any number of ranks: 2(N-1)/N times the bucket."""
+    flat = torch.empty(1 << 20, device="meta")
+    one = Bucket(flat, [flat.view(1024, 1024)], ["w"], [{}], 0, world)
+    plain = 2 * (world - 1) * flat.nbytes / world
+    assert predict(reducer.reduce(one), world).wire_bytes <= plain / share
+    few = torch.empty(66_048, device="meta")  # not many numbers for each of 256 ranks
+    bytes_ = [predict(reducer.reduce(Bucket(few, [few], ["w"], [{}], 0, n)), n).wire_bytes for n in (2, world)]
+    assert bytes_[1] <= 3 * bytes_[0], "2(N-1)/N, and what is rounded up for each rank"
 
 
 @pytest.mark.parametrize("inner", [laconic.Exact(), laconic.Cast("bf16"), laconic.PowerSGD(1, 1)], ids=str)
@@ -337,7 +390,7 @@ def test_what_a_saved_text_leaves_out() -> None:
         "PowerSGD(rank=1, min_compression_rate=2.0, warm_start=True, seed=0)",
         "Quantized(bits=8, block=None, rounding='nearest', seed=0)",
         "RandomK(ratio=0.01, seed=0)",
-        "TopK(ratio=0.01)",
+        "TopK(ratio=0.01, chunk=4096, values='fp32', phases=2)",
     }
     assert {repr(getattr(laconic, text.partition("(")[0])()) for text in written} == written
     assert laconic.ErrorFeedback(laconic.Sign()).decay == 1

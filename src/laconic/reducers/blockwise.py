@@ -1,4 +1,4 @@
-"""Two-phase all-reduce of codes with a scale for each block: what `Quantized` and `Float8` have in common."""
+"""Two-phase all-reduce of codes with a scale for each block: what `Quantized`, `Float8` and `Sign` have in common."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,14 @@ TINY = torch.finfo(torch.float32).tiny  # below it, one over the scale is infini
 
 
 class Codec(ABC):
-    """How a number in [-limit, limit] becomes a code, and back."""
+    """How a number in units of its block's scale becomes a code, and back."""
 
-    limit: float
+    limit: float  # the largest number that has a code
     bits: int
+
+    def scale(self, sizes: Tensor) -> Tensor:
+        """The scale of each block, a row of absolute values: such that its largest number has a code."""
+        return sizes.amax(1).mul_(1 / self.limit)
 
     @abstractmethod
     def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
@@ -89,11 +93,12 @@ def _append(runs: list[Run], start: int, blocks: int, length: int) -> None:
         runs.append(Run(start, blocks, length, runs[-1].scale + runs[-1].blocks if runs else 0))
 
 
-def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = None) -> Exchange:
+def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = None, *, own_as_is: bool = False) -> Exchange:
     """All-to-all of encoded chunks, sum in fp32, encode once more, all-gather; every rank decodes the same bytes.
 
     What the owner of a chunk loses in the second rounding concerns all N ranks' sum; it is added, times N, to the owner's
-    own error, so that the mean of all errors is exactly what is missing.
+    own error, so that the mean of all errors is exactly what is missing. With `own_as_is`, a rank's own chunk, which never
+    leaves it, goes into the sum as it is: with error feedback, what was missing in the mean then comes back in full.
     """
     flat, world = bucket.flat, bucket.world
     if flat.numel() == 0:
@@ -104,6 +109,7 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
     error = flat if bucket.feedback else None
     spans = [slice(min(rank * plan.chunk, flat.numel()), min((rank + 1) * plan.chunk, flat.numel())) for rank in range(world)]
 
+    own = flat[spans[bucket.rank]].to(torch.float32, copy=True) if own_as_is and world > 1 else None
     message = flat.new_empty((world, codes_bytes + 4 * plan.scales), dtype=torch.uint8)
     for row, span, runs in zip(message, spans, plan.runs, strict=True):
         chance = None if noise is None else noise[span]
@@ -114,15 +120,18 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
         mine, runs = spans[bucket.rank], plan.runs[bucket.rank]
         total = flat.new_empty(mine.stop - mine.start, dtype=torch.float32)
         for number, row in enumerate(rows):
-            _decode(row, runs, codec, codes_bytes, plan, total, add=number > 0)
+            if own is not None and number == bucket.rank:
+                total.copy_(own) if number == 0 else total.add_(own)
+            else:
+                _decode(row, runs, codec, codes_bytes, plan, total, add=number > 0)
         total.mul_(1 / world)
         again = flat.new_empty(codes_bytes + 4 * plan.scales, dtype=torch.uint8)
         left = torch.empty_like(total) if error is not None else None
         chance = None if noise is None else noise[mine]
         _encode(total, runs, codec, again, codes_bytes, plan, left, float(world), chance)
         if error is not None and left is not None:
-            error[mine] += left
-        del rows, row, total, left
+            error[mine] = left if own is not None else error[mine] + left
+        del rows, row, total, left, own
         message = yield AllGather(again)
 
     def finish() -> None:
@@ -156,7 +165,7 @@ def _encode(
         numbers, room, out = source[place].view(shape), work[: shape[0] * shape[1]].view(shape), codes[place].view(shape)
         if numbers.dtype != torch.float32:
             numbers = numbers.float()
-        scale = torch.abs(numbers, out=room).amax(1).mul_(1 / codec.limit)
+        scale = codec.scale(torch.abs(numbers, out=room))
         scales[which] = scale
         scale = scale[:, None]
         # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.

@@ -67,13 +67,13 @@ def powersgd(*, rank: int = 4, warmup: int = 10) -> Strategy:
 
 @recipe
 def sign(*, warmup: int = 10) -> Strategy:
-    """One bit a number with error feedback. Bytes: (N-1) * n/8 a step."""
+    """One bit a number, and a size for each block, with error feedback. Bytes: 2(N-1)/N * 0.1875n a step."""
     return Strategy(_warmed(warmup, ErrorFeedback(Sign())), routes.world())
 
 
 @recipe
 def topk(*, ratio: float = 0.01, warmup: int = 10) -> Strategy:
-    """The largest entries with error feedback. Bytes: (N-1) * 8 * ratio * n a step."""
+    """The largest entries with error feedback. Bytes: 2(N-1)/N * 6 * ratio * n a step."""
     return Strategy(_warmed(warmup, ErrorFeedback(TopK(ratio))), routes.world())
 
 

@@ -251,8 +251,9 @@ def sparseloco(
     """DiLoCo that sends the largest entries of the deltas; error feedback takes the place of the outer momentum.
 
     `outer` is any other outer optimizer instead of outer_lr.
-    The paper picks entries by chunks of 4096 and sends them in 2 bits; here they are picked by parameter, in fp32.
-    Bytes: (N-1) * 8 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
+    Entries are picked by chunks of at most 4096, as in the paper. They are sent in fp32, where the paper sends 2 bits, and in
+    two phases, where the paper gathers them.
+    Bytes: 2(N-1)/N * 6 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
     """
     reducer = ErrorFeedback(TopK(ratio), decay)
     chosen = _either(outer, _outer(outer_lr, 0.0), Adopt(), "outer_lr")
