@@ -32,8 +32,8 @@ OTHERS: dict[str, Reducer] = {
     "Quantized(4)": laconic.Quantized(4),
     "Float8()": laconic.Float8(),
     "Cast('fp16')": laconic.Cast("fp16"),
-    "Sign()": laconic.Sign(),
-    "TopK(0.01)": laconic.TopK(0.01),
+    "Sign(phases=1)": laconic.Sign(phases=1),
+    "TopK(0.01, phases=1)": laconic.TopK(0.01, phases=1),
     "RandomK(0.05)": laconic.RandomK(0.05),
 }
 

@@ -42,22 +42,23 @@ class Stop(BaseException):
 class Engine:
     """The parts of a run, and how they work together at each step.
 
-    `Run` is what a user sees of it. The packages above this one (checkpoint, meter, script) get it by `engine_of(run)`; what
-    is for them is under "For the packages above" below, and nothing else of the engine is.
+    `Run` is what a user sees of it. The packages above this one (checkpoint, meter, script) get it by `engine_of(run)`. For them
+    are what the user gave (`strategy`, `module`, `ddp`, `optimizers`, `scaler`), `group` and `device`, `counter`, `during`, and
+    what is under "For the packages above"; the rest is for the modules of this package.
 
-    The optimizers keep it alive, also where the caller drops the run; `stop` takes everything off again.
+    The optimizers keep it alive, also where the caller drops the run; `end` takes everything off again.
     """
 
     def __init__(self, given: Arguments, process_group: dist.ProcessGroup, identity: str) -> None:
         self.strategy = given.strategy
         self.module, self.parameters, self.optimizers = given.module, given.parameters, given.optimizers
         self.uneven, self.scaler, self.mesh, self._check_every = given.uneven, given.scaler, given.mesh, given.check_every
-        self.ddp = given.ddp  # let go of by `stop`: a dead DDP must not linger beside a new one over the same module
+        self.ddp = given.ddp  # let go of by `end`: a dead DDP must not linger beside a new one over the same module
         self.device = control_device(process_group)
         names = {id(parameter): name for name, parameter in given.module.named_parameters()}
         self.memory: dict[str, Slot] = {name: {} for name in names.values()}
         self.residuals = Residuals(self.memory)
-        self.whose = memory_of(given.strategy)  # each key of the memory is, also of strategies before this one
+        self.whose = memory_of(given.strategy)  # by key of the memory; keys of strategies before this one stay
         self.counter = Counter()
         members = dist.get_process_group_ranks(process_group)
         presence = self.presence = Presence(store_of(process_group), identity, process_group.rank(), members)
