@@ -59,6 +59,17 @@ def test_residuals_that_the_first_rank_knows_nothing_of() -> None:
     assert memory["mine"].tolist() == [1]
 
 
+def test_residuals_in_a_former_state_are_each_rank_s_own() -> None:
+    """Of version 4, after a swap: neither the state nor its strategy says whose they are."""
+    trees = [tree(rank) for rank in range(3)]
+    for each in trees:
+        del each["run"]["whose"]
+        each["run"] |= {"version": 4, "strategy": "ddp()", "rounds": 2}
+    memory = merge(trees)["run"]["memory"]["w"]
+    assert memory["error"].tolist() == [1, 2]
+    assert memory["q"].tolist() == [0], "the first rank's, as it always was"
+
+
 def test_of_optimizer_state_the_mean_is_over_the_ranks_that_had_it() -> None:
     """A parameter that had no gradient on rank 0 has no state there; that is no state of zeros."""
     trees = [tree(rank) for rank in range(3)]
