@@ -38,7 +38,7 @@ def upgraded(state: Mapping[str, Any]) -> Mapping[str, Any]:
             local["deltas"] = {"outer_groups": [], **{renamed.get(key, key): value for key, value in deltas.items()}}
         kept = [name.replace("in the air: ", "outstanding: ") for name in state["kept"]]
         slots = [*state["memory"].values(), *(deltas["memory"].values() if deltas is not None else ())]
-        whose = {key: "own" if key == RESIDUAL else "shared" for slot in slots for key in slot}
+        whose = {key: "shared" for slot in slots for key in slot if key != RESIDUAL}
         new = {**state, "version": VERSION, "exchanges": state["rounds"], "local": local, "kept": kept, "whose": whose}
         if "counts" in state:
             new["counts"] = {**state["counts"], "background_bytes": state["counts"]["aside_bytes"]}
@@ -121,7 +121,7 @@ def declared(state: Mapping[str, Any]) -> dict[str, Memory]:
         today = memory_of(saved(str(state["strategy"])))
     except ValueError:  # a class of another process
         today = {}
-    return {RESIDUAL: "own", **state["whose"], **today}
+    return {**state["whose"], **today, RESIDUAL: "own"}
 
 
 def owner(key: str, whose: Mapping[str, Memory], strategy: str) -> Memory:
