@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from laconic.reducers.error_feedback import Release as Release
     from laconic.reducers.exact import Exact as Exact
     from laconic.reducers.float8 import Float8 as Float8
+    from laconic.reducers.momentum import Momentum as Momentum
     from laconic.reducers.powersgd import PowerSGD as PowerSGD
     from laconic.reducers.quantized import Quantized as Quantized
     from laconic.reducers.randomk import RandomK as RandomK
     from laconic.reducers.sign import Sign as Sign
+    from laconic.reducers.ternary import Ternary as Ternary
     from laconic.reducers.topk import TopK as TopK
     from laconic.reducers.warmup import Warmup as Warmup
     from laconic.run.attach import attach as attach
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from laconic.strategies.gradient_recipes import fp16 as fp16
     from laconic.strategies.gradient_recipes import int4 as int4
     from laconic.strategies.gradient_recipes import int8 as int8
+    from laconic.strategies.gradient_recipes import onebit_adam as onebit_adam
     from laconic.strategies.gradient_recipes import powersgd as powersgd
     from laconic.strategies.gradient_recipes import randomk as randomk
     from laconic.strategies.gradient_recipes import sign as sign
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from laconic.strategies.gradient_recipes import topk as topk
     from laconic.strategies.local_recipes import diloco as diloco
     from laconic.strategies.local_recipes import hierarchical_sgd as hierarchical_sgd
+    from laconic.strategies.local_recipes import local_adam as local_adam
     from laconic.strategies.local_recipes import local_sgd as local_sgd
     from laconic.strategies.local_recipes import post_local_sgd as post_local_sgd
     from laconic.strategies.local_recipes import slowmo as slowmo
@@ -100,10 +104,12 @@ _HOME = {
     "reducers.error_feedback": ["ErrorFeedback", "Release"],
     "reducers.exact": ["Exact"],
     "reducers.float8": ["Float8"],
+    "reducers.momentum": ["Momentum"],
     "reducers.powersgd": ["PowerSGD"],
     "reducers.quantized": ["Quantized"],
     "reducers.randomk": ["RandomK"],
     "reducers.sign": ["Sign"],
+    "reducers.ternary": ["Ternary"],
     "reducers.topk": ["TopK"],
     "reducers.warmup": ["Warmup"],
     "run.attach": ["attach", "check_replicas"],
@@ -116,6 +122,7 @@ _HOME = {
         "fp8",
         "int4",
         "int8",
+        "onebit_adam",
         "powersgd",
         "randomk",
         "sign",
@@ -125,6 +132,7 @@ _HOME = {
     "strategies.local_recipes": [
         "diloco",
         "hierarchical_sgd",
+        "local_adam",
         "local_sgd",
         "post_local_sgd",
         "slowmo",

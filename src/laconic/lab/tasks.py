@@ -67,7 +67,7 @@ class BytesGPT:
             raise ValueError(f"bytes-gpt has no size {size!r}; there are {', '.join(self.SIZES)}")
         self.name = f"bytes-gpt:{size}"
         self._width, self._layers = self.SIZES[size]
-        data = _library()
+        data = library()
         # A part from the end is held out: the last tenth of the files.
         self._kept, self._held_out = data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
@@ -96,7 +96,8 @@ class BytesGPT:
         return torch.stack([data[start : start + self.CONTEXT + 1] for start in starts.tolist()]).long()
 
 
-def _library() -> Tensor:
+def library() -> Tensor:
+    """The source text of the standard library, byte by byte."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 

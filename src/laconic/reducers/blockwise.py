@@ -1,4 +1,4 @@
-"""Two-phase all-reduce of codes with a scale for each block: what `Quantized`, `Float8` and `Sign` have in common."""
+"""Two-phase all-reduce of codes with a scale for each block: `Quantized`, `Float8`, `Ternary` and `Sign` are made of it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class Codec(ABC):
     """How a number in units of its block's scale becomes a code, and back."""
 
     limit: float  # the largest number that has a code
-    bits: int
+    per_word: int  # codes in four bytes
 
     def scale(self, sizes: Tensor) -> Tensor:
         """The scale of each block, a row of absolute values: such that its largest number has a code."""
@@ -103,9 +103,9 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
     flat, world = bucket.flat, bucket.world
     if flat.numel() == 0:
         return Reduced(flat)
-    align = 32 // codec.bits  # whole words of codes, so that the scales behind them are aligned
-    plan = layout(tuple(view.numel() for view in bucket.views), block, world, align)
-    codes_bytes = plan.chunk * codec.bits // 8
+    # Whole words of codes, so that the scales behind them are aligned.
+    plan = layout(tuple(view.numel() for view in bucket.views), block, world, codec.per_word)
+    codes_bytes = plan.chunk // codec.per_word * 4
     error = flat if bucket.feedback else None
     spans = [slice(min(rank * plan.chunk, flat.numel()), min((rank + 1) * plan.chunk, flat.numel())) for rank in range(world)]
 

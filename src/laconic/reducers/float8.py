@@ -51,7 +51,7 @@ class Float8(Reducer):
 class Small(Codec):
     """A float8 type of torch's."""
 
-    bits = 8
+    per_word = 4
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.limit = dtype, torch.finfo(dtype).max

@@ -71,7 +71,7 @@ class Quantized(Reducer):
 class Int8(Codec):
     """-127 ... 127, a byte each."""
 
-    limit, bits = 127.0, 8
+    limit, per_word = 127.0, 4
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
         out.copy_(_whole(numbers, noise, self.limit))
@@ -89,7 +89,7 @@ class Int8(Codec):
 class Int4(Codec):
     """-7 ... 7, two in a byte."""
 
-    limit, bits = 7.0, 4
+    limit, per_word = 7.0, 8
 
     def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
         out.copy_(_whole(numbers, noise, self.limit))
@@ -109,7 +109,7 @@ class Int4(Codec):
 class Int2(Codec):
     """-3, -1, 1 or 3, four in a byte."""
 
-    limit, bits = 3.0, 2
+    limit, per_word = 3.0, 16
 
     def scale(self, sizes: Tensor) -> Tensor:
         return sizes.mean(1).mul_(0.624)

@@ -57,7 +57,7 @@ class Sign(Reducer):
 class Bit(Codec):
     """+1 or -1, eight in a byte."""
 
-    limit, bits = 1.0, 1
+    limit, per_word = 1.0, 32
 
     def scale(self, sizes: Tensor) -> Tensor:
         return sizes.mean(1)

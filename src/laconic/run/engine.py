@@ -29,6 +29,7 @@ from laconic.ranks.replicas import compare
 from laconic.run.arguments import Arguments, attached, scopes, unwrapped
 from laconic.run.clock import Clock
 from laconic.run.residuals import Residuals
+from laconic.run.second_moment import SecondMoment
 from laconic.run.state import memory_of
 from laconic.run.stats import Counter, Observer
 from laconic.strategies.routes import silent
@@ -84,6 +85,7 @@ class Engine:
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
         self.watch_order()
         self.clock = Clock(given.optimizers, given.scaler, self._after_step)
+        self.second_moment = SecondMoment(given.optimizers)
         attached.update(given.optimizers)
         if given.ddp is None:
             # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
@@ -97,24 +99,37 @@ class Engine:
     def begin_step(self) -> None:
         """Make ready for the step that comes: with whom gradients are averaged in it, if at all."""
         step = self.presence.step = self.clock.step
+        group = self._partners(step)
+        kind = self.strategy.second_moment if step >= self.strategy.warmup else "local"
+        self.second_moment.prepare(kind, step, synchronous=group is self.group)
         if self.hook is not None:
-            group = self._partners(step)
             self.hook.step = step
             if (group or self.group) != self.hook.group:
                 self.hook.use(self.hook.reducer, group or self.group)
-            self._dispatcher.muted, self._dispatcher.apart = group is None, group is not self.group
+            self._dispatcher.muted = group is None
+            self._dispatcher.apart = group is not self.group or self._replicas_apart(step)
 
     def _partners(self, step: int) -> TorchGroup | None:
         """Who averages gradients with this rank in the step after `step` completed ones."""
         return self.groups.at(self.strategy.route.at(step))
+
+    def _replicas_apart(self, step: int) -> bool:
+        """Whether `step` completed steps are more than the warm-up of local updates."""
+        return self.strategy.averaging is not None and step >= self.strategy.averaging.start
+
+    def _steps_apart(self, step: int) -> bool:
+        """Whether the step after `step` completed ones may differ between ranks: by gradients, or by the optimizers' memory."""
+        partners = self._partners(step)
+        return (partners.world if partners else 1) < self.group.world or (self._replicas_apart(step) and self.group.world > 1)
 
     def _after_step(self) -> None:
         step = self.presence.step = self.clock.step
         self.counter.step()
         if self.order is not None and self.hook is not None and self.hook.exchanges:
             self.order.settle()
-        partners = self._partners(step - 1)
-        if (partners.world if partners else 1) < self.group.world:
+        if self._partners(step - 1) is self.group:
+            self.second_moment.synchronised(step)
+        if self._steps_apart(step - 1):
             self.local.drift()
         before = self.local.syncs
         with self.during("averaging after the step"):
@@ -137,9 +152,7 @@ class Engine:
     @property
     def drifted(self) -> bool:
         """Whether this replica may differ from the others."""
-        partners = self._partners(self.clock.step)
-        alone = (partners.world if partners else 1) < self.group.world
-        return self.local.drifted or (self.clock.between and alone)
+        return self.local.drifted or (self.clock.between and self._steps_apart(self.clock.step))
 
     def ensure_all_training(self) -> None:
         """Where ranks may stop at different steps: make sure that all are here, or stop."""
@@ -215,6 +228,7 @@ class Engine:
 
     def _stop(self) -> None:
         self.clock.stop()
+        self.second_moment.release()
         if self.order is not None:
             self.order.stop()
         attached.difference_update(self.optimizers)

@@ -31,6 +31,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "counts": engine.counter.saved.state(),
         "order": engine.order.known(engine.hook.layout()) if engine.order and engine.hook else None,
         "local": local,
+        "second_moment": engine.second_moment.state(),
         "whose": dict(engine.whose),
         "memory": {name: dict(slot) for name, slot in engine.memory.items() if slot},
     }
@@ -98,6 +99,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.counter.load(found.counts)
     engine.whose = {**found.whose, **engine.whose}
     engine.local.load(found.local, found.step)
+    engine.second_moment.load(found.second_moment)
     if engine.hook is not None:
         engine.hook.exchanges = found.exchanges
         engine.hook.use(engine.residuals.released_by(engine.strategy.reducer), engine.group)

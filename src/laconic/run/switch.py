@@ -22,6 +22,7 @@ def switch_to(engine: Engine, strategy: Strategy, *, equal: bool = False) -> Non
     drifted, before = engine.drifted and not equal, engine.local
     if before.deltas is not None:
         before.deltas.abandon()
+    engine.second_moment.release()
     engine.strategy = strategy
     engine.whose |= memory_of(strategy)
     engine.groups.add(scopes(strategy))

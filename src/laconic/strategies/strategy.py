@@ -14,6 +14,7 @@ from laconic.strategies.schedules import Schedule
 BUFFERS = ("average", "local", "broadcast")
 MOMENTS = ("keep", "average", "reset", "auto")
 ORDERS = ("strided", "contiguous", "bytes")
+SECOND_MOMENTS = ("local", "shared", "frozen")
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,11 @@ class Averaging:
 class Strategy:
     """How gradients are averaged, when and with whom, and what is averaged between steps.
 
+    `second_moment` is how Adam's moves when the warm-up is over. An Adam step is not linear in the gradient: a replica that
+    divides by the noise of its own few samples, or by that of a coarse code, takes other steps than all together would.
+    "local": each replica's follows its own gradients, as without laconic. "shared": it moves in steps whose gradients all
+    ranks average, and stands still between. "frozen": it stands still.
+
     `str()` gives the text it can be made from again. A part that no text can name, such as an instance of a class inside a
     function, stands in angle brackets there, and `laconic.strategy` refuses the text.
     """
@@ -133,6 +139,7 @@ class Strategy:
     reducer: Reducer
     route: Route
     averaging: Averaging | None = None
+    second_moment: str = "local"
     # Of a recipe's call. Not an argument, so that `dataclasses.replace` doesn't keep the text of what it changed.
     text: str = field(default="", compare=False, init=False)
 
@@ -141,6 +148,8 @@ class Strategy:
         _checked_route(self.route)
         if self.averaging is not None and not isinstance(self.averaging, Averaging):
             raise TypeError(f"averaging must be an Averaging(route=...), or None for gradients alone, got {self.averaging!r}")
+        if self.second_moment not in SECOND_MOMENTS:
+            raise ValueError(f"second_moment must be one of {', '.join(SECOND_MOMENTS)}, got {self.second_moment!r}")
 
     @property
     def cycle(self) -> int | None:
@@ -148,7 +157,7 @@ class Strategy:
 
         None: a schedule of the user's own doesn't say it.
         """
-        schedules = self.averaging.route.schedules if self.averaging else ()
+        schedules = [*self.route.schedules, *(self.averaging.route.schedules if self.averaging else ())]
         cycles = [schedule.cycle or schedule.fixed_period for schedule in schedules]
         return None if None in cycles else math.lcm(*(cycle for cycle in cycles if cycle is not None))
 
