@@ -46,7 +46,18 @@ AS_IT_COMES = {
     "sign": warm(FED(laconic.Sign())),
     "topk": warm(FED(laconic.TopK(0.01))),
     "randomk": warm(FED(laconic.RandomK(0.05))),
+    "onebit_adam": laconic.Strategy(
+        laconic.Warmup(100, laconic.Momentum(FED(laconic.Sign(256)), 0.9), laconic.Quantized(8)),
+        Route(((Every(1), "world"),)),
+        second_moment="slow",
+    ),
     "silent": laconic.Strategy(EXACT, Route(((Never(), "world"),))),
+    "local_adam": laconic.Strategy(
+        laconic.Warmup(100, laconic.Quantized(4), FED(laconic.Quantized(4))),
+        Route(((Until(100), "world"), (Every(64, 100, 1), "world"))),
+        laconic.Averaging(Route(((Every(4, 100), "world"),)), laconic.Deltas(laconic.Adopt(1.0), FED(laconic.Ternary()))),
+        "shared",
+    ),
     "local_sgd": local(Every(16, 0)),
     "post_local_sgd": laconic.Strategy(
         EXACT, Route(((Until(100), "world"), (Every(1, 100), AUTO))), laconic.Averaging(Route(((Every(16, 100), "world"),)))
@@ -109,6 +120,29 @@ WITH_ARGUMENTS = {
     "hierarchical_sgd({8: 4, 2: 2}, warmup=2, buffers='local', moments='reset', atomic=False)": laconic.Strategy(
         EXACT, BEGUN, laconic.Averaging(Route(((Every(8, 2), 4), (Every(2, 2), 2))), None, "local", "reset", atomic=False)
     ),
+    "ddp(reducer=Sign(), warmup=3, warmup_reducer=Quantized(8), second_moment='shared')": laconic.Strategy(
+        laconic.Warmup(3, laconic.Sign(), laconic.Quantized(8)), Route(((Every(1), "world"),)), second_moment="shared"
+    ),
+    "onebit_adam(warmup=0, reducer=Ternary(), beta=0.5)": laconic.Strategy(
+        laconic.Momentum(laconic.Ternary(), 0.5), Route(((Every(1), "world"),)), second_moment="slow"
+    ),
+    "local_adam(6, warmup=2, refresh=0, second_moment='local', warmup_reducer=Sign(), delay=2, moments='average')": (
+        laconic.Strategy(
+            laconic.Sign(),
+            BEGUN,
+            laconic.Averaging(
+                Route(((Every(6, 2), "world"),)),
+                laconic.Deltas(laconic.Adopt(1.0), FED(laconic.Ternary()), delay=2, carry=True),
+                moments="average",
+            ),
+        )
+    ),
+    "post_local_sgd(3, 4, subgroup='node', warmup_reducer=Sign(), second_moment='slow')": laconic.Strategy(
+        laconic.Warmup(3, EXACT, laconic.Sign()),
+        Route(((Until(3), "world"), (Every(1, 3), "node"))),
+        laconic.Averaging(Route(((Every(4, 3), "world"),))),
+        "slow",
+    ),
     f"slowmo(7, beta=0.25, alpha=0.75, moments='reset', {LOCAL})": lossy(laconic.SlowMo(0.25, 0.75)),
     f"diloco(7, outer_lr=0.25, outer_momentum=0.75, moments='reset', {LOCAL})": lossy(laconic.Nesterov(0.25, 0.75)),
     f"diloco(7, outer_lr=0.25, outer_momentum=0.0, moments='keep', {LOCAL})": lossy(laconic.Adopt(0.25), moments="keep"),
@@ -141,6 +175,8 @@ def test_every_argument_reaches_its_part(text: str) -> None:
         ("int8(warmup=5)", 1, 5),
         ("diloco(6, warmup=4, reducer=Warmup(9, Sign()))", 6, 4),
         ("hierarchical_sgd({4: 2, 6: 'world'}, warmup=3)", 12, 3),
+        ("local_adam(6, warmup=5, refresh=10)", 30, 5),  # gradients and deltas together
+        ("local_adam(6, warmup=0, refresh=0)", 6, 0),
         ("slowmo(QSR(5, 0.1, 7))", 5, 7),  # a recipe's period begins where its own warm-up ends
         ("slowmo(QSR(5, 0.1), warmup=7)", 5, 7),
         ("Strategy(Warmup(3, Sign()), Route(((Every(1), 'world'),)), Averaging(Route(((Every(8, 6), 'world'),))))", 8, 6),

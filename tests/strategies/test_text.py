@@ -75,6 +75,9 @@ ARGUMENTS: dict[str, list[Any]] = {
     "rank": [2],
     "fragments": [2],
     "delay": [1],
+    "second_moment": ["shared", "slow"],
+    "warmup_reducer": [laconic.Quantized(8)],
+    "refresh": [0, 7],
 }
 
 
@@ -88,7 +91,7 @@ def test_a_recipe_reads_back_by_its_text_and_by_its_parts(name: str) -> None:
             except (TypeError, ValueError):
                 continue  # this recipe says why not
             assert laconic.strategy(str(made)) == made
-            parts = laconic.Strategy(made.reducer, made.route, made.averaging)
+            parts = laconic.Strategy(made.reducer, made.route, made.averaging, made.second_moment)
             assert str(parts).startswith("Strategy(")
             assert laconic.strategy(str(parts)) == made
 

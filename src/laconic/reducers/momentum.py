@@ -24,13 +24,14 @@ class Momentum(Reducer):
     m' is the next m, the same on all ranks. An optimizer whose momentum has the same beta, as Adam's first moment, then
     has m' as its momentum, whatever it had before. x changes little from step to step and is less noisy than g, so a coarse
     `inner` loses less of it; but the gradient that is handed on is up to 1 / (1 - beta) times as noisy, so that Adam's second
-    moment must not follow it: use it with second_moment="frozen".
+    moment must not follow it: use it with second_moment="slow". And its norm must not be clipped: that would cut nearly every
+    step.
     Bytes: the inner reducer's.  Memory: one number a parameter, and the inner reducer's.
     Paper: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam).
 
     >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.Momentum(laconic.ErrorFeedback(laconic.Sign())), second_moment="frozen"))
-    "ddp(reducer=Momentum(inner=ErrorFeedback(inner=Sign())), second_moment='frozen')"
+    >>> str(laconic.ddp(reducer=laconic.Momentum(laconic.ErrorFeedback(laconic.Sign())), second_moment="slow"))
+    "ddp(reducer=Momentum(inner=ErrorFeedback(inner=Sign())), second_moment='slow')"
     """
 
     inner: Reducer

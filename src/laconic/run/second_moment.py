@@ -1,4 +1,4 @@
-"""Adam's second moment under a strategy: each replica's own, shared by all, or frozen."""
+"""Adam's second moment under a strategy: each replica's own, slow, or shared by all."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-FROZEN = 1 - 1e-6  # a beta2 by which a second moment moves by 1 % in ten thousand steps
+# A second moment that stood still altogether blew up: a parameter that had no gradient for long has next to none, and
+# divides the first gradient that comes by it. By 0.999, torch's default, that first one counts.
+SLOW = 0.999
 LEAST = 0.8  # a gradient that stands for many steps still weighs no more than a fifth: it is one sample
 
 
@@ -15,9 +17,9 @@ class SecondMoment:
 
     Maths: Adam divides by sqrt(v / (1 - beta2**t)). When beta2 becomes b, v is multiplied once by
     (1 - b**t) / (1 - beta2**t), so that the divisor is the same before and after; then it moves by 1 - b of each new square.
-    With "shared" that is next to nothing in a local step, and in a step whose gradients all ranks average, the first for k
-    steps, 1 - max(beta2**k, 0.8). All in the optimizer's own code: no copy of v, no work in a step where b stays, and
-    foreach, fused and capturable steps need to know nothing of it.
+    By "slow", b is 0.999 at least. By "shared" that holds in local steps, and in a step whose gradients all ranks average, the
+    first for k steps, b = max(beta2**k, 0.8). All in the optimizer's own code: no copy of v, no work in a step where b stays,
+    and foreach, fused and capturable steps need to know nothing of it. Where beta2 is b already, no bit changes.
 
     A second moment of fewer than 1 / (1 - beta2) steps is not worth sharing yet, and moves as the user set it.
     """
@@ -36,7 +38,7 @@ class SecondMoment:
         for place, optimizer, group in self._groups():
             now = float(group["betas"][1])
             own = self._own.get(place, now)
-            wanted = max(own**gap, min(own, LEAST)) if moves else FROZEN if _settled(optimizer, group, own) else own
+            wanted = max(own**gap, min(own, LEAST)) if moves else max(own, SLOW) if _settled(optimizer, group, own) else own
             if wanted != now:
                 self._own[place] = own
                 _change(optimizer, group, now, wanted)
@@ -68,7 +70,7 @@ class SecondMoment:
 
 
 def _settled(optimizer: Optimizer, group: Mapping[str, Any], beta2: float) -> bool:
-    if float(group["betas"][1]) == FROZEN:
+    if float(group["betas"][1]) != beta2:  # held already
         return True
     steps = [float(optimizer.state[parameter].get("step", 0)) for parameter in group["params"] if parameter in optimizer.state]
     return max(steps, default=0.0) * (1 - beta2) >= 1 - 1e-9

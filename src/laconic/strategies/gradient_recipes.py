@@ -32,7 +32,7 @@ def ddp(
 ) -> Strategy:
     """Average the gradients of every step, by any reducer; `warmup` steps by `warmup_reducer` first.
 
-    `second_moment` is what becomes of Adam's after the warm-up: "local", "slow" or "frozen".
+    `second_moment` is what becomes of Adam's after the warm-up: "local", "slow" or "shared".
     Bytes: the reducer's; as given, 2(N-1)/N * n * itemsize a step, bit for bit DDP without a hook.
     """
     return Strategy(_warmed(warmup, reducer, warmup_reducer), routes.world(), second_moment=second_moment)
@@ -100,14 +100,14 @@ def onebit_adam(
     beta: float = 0.9,
     warmup_reducer: Reducer = Quantized(8),  # noqa: B008  (a frozen value)
 ) -> Strategy:
-    """For Adam: momentum in one bit with error feedback, by a second moment that is frozen when the warm-up is over.
+    """For Adam: momentum in one bit with error feedback, by a second moment that is slow when the warm-up is over.
 
-    `beta` is that of Adam's first moment. The second moment is taken from the warm-up, so that this must be long enough for
-    it to settle: a fifth of a run from scratch; from a warm model with its optimizer's state, none.
+    `beta` is that of Adam's first moment. The second moment comes from the warm-up, which must be long enough for
+    it to settle: a fifth of a run from scratch; from a warm model with its optimizer's state, none. The paper freezes it. Don't clip gradient norms with it (see Momentum).
     Bytes: 2(N-1)/N * 0.141n a step, 1/28 of ddp's; 2(N-1)/N * 1.008n in the warm-up.  Memory: 2n.
     Paper: Tang et al. 2021, arXiv:2102.02888.
     """
-    return Strategy(_warmed(warmup, Momentum(reducer, beta), warmup_reducer), routes.world(), second_moment="frozen")
+    return Strategy(_warmed(warmup, Momentum(reducer, beta), warmup_reducer), routes.world(), second_moment="slow")
 
 
 @recipe

@@ -288,12 +288,12 @@ def local_adam(
     """Local steps for Adam: apart for few steps, deltas in 1.6 bits with error feedback, one second moment for all.
 
     Coarse deltas of a short period cost less loss than fine ones of a long period. Every `refresh` steps, gradients are
-    averaged once, in 4 bits as in the warm-up, and Adam's second moment follows them alone: a replica's own gradients are
+    averaged once, in 4 bits as in the warm-up, and Adam's second moment follows them most: a replica's own gradients are
     noisier than their mean, and would make its steps too short. A model that was trained before, with its optimizer's state,
     needs no warm-up. With `delay`, an exchange stays outstanding for so many steps, and what a replica learns meanwhile is
     carried on top. refresh=0 never averages gradients after the warm-up; a bare module, without a DDP, needs that and warmup=0.
     Bytes: 2(N-1)/N * n * (0.216 / period + 0.531 / refresh) a step, 1/64 of ddp's as given.  Memory: 2n.
-    Paper: none has just this. Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. A second moment that stands still in
+    Paper: none has just this. Error feedback: Karimireddy et al. 2019, arXiv:1901.09847. A second moment that rests in
     local steps: Lu et al. 2022, arXiv:2202.06009 (0/1 Adam).
     """
     schedule = _schedule(period, warmup)

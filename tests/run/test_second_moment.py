@@ -1,0 +1,167 @@
+"""Adam's second moment under a strategy: by which decay it moves, and that its divisor never jumps."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.run.second_moment import SLOW, SecondMoment
+from tests.live import ranks
+from tests.models import vectors
+
+KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"amsgrad": True}]
+
+
+def adam(parameters: Any, **options: Any) -> torch.optim.AdamW:
+    if options.get("capturable"):  # torch steps such a one only on accelerators; there its counters are tensors, as here
+        options = {"foreach": False}
+    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), **options)
+
+
+def trained(steps: int, **options: Any) -> tuple[nn.Parameter, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(7, 3))
+    optimizer = adam([parameter], **options)
+    for _ in range(steps):
+        parameter.grad = torch.randn(7, 3)
+        optimizer.step()
+    return parameter, optimizer
+
+
+def divisor(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """What Adam divides by, but for its epsilon."""
+    state, (_, beta2) = optimizer.state[parameter], optimizer.param_groups[0]["betas"]
+    square: Tensor = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+    root: Tensor = (square / (1 - beta2 ** float(state["step"]))).sqrt()
+    return root
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_the_divisor_does_not_jump(options: dict[str, Any]) -> None:
+    parameter, optimizer = trained(50, **options)
+    before, second = divisor(optimizer, parameter), SecondMoment([optimizer])
+    second.prepare("shared", 50, synchronous=False)
+    assert optimizer.param_groups[0]["betas"] == (0.9, SLOW)
+    assert torch.allclose(divisor(optimizer, parameter), before, rtol=1e-6)
+    second.release()
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert torch.allclose(divisor(optimizer, parameter), before, rtol=1e-6)
+
+
+def test_a_synchronous_step_stands_for_those_since_the_last_one() -> None:
+    parameter, optimizer = trained(50)
+    second, (before,) = SecondMoment([optimizer]), [divisor(optimizer, parameter).square()]
+    second.synchronised(50)
+    for step, beta2 in ((51, 0.95**2), (60, 0.8), (100, 0.8)):
+        ready = copy.deepcopy(second)
+        ready.prepare("shared", step, synchronous=True)
+        chosen = ready._optimizers[0].param_groups[0]["betas"][1]
+        assert chosen == pytest.approx(beta2), "one since, then many, of which it stands for no more than a fifth"
+    second.prepare("shared", 55, synchronous=True)
+    parameter.grad = torch.full((7, 3), 2.0)
+    optimizer.step()
+    (beta2,) = {group["betas"][1] for group in optimizer.param_groups}
+    steps = 51.0
+    expected = (beta2 * before * (1 - beta2**50) + (1 - beta2) * 4.0) / (1 - beta2**steps)
+    assert torch.allclose(divisor(optimizer, parameter).square(), expected, rtol=1e-5), "Adam's own rule, by that beta2"
+
+
+@pytest.mark.parametrize("kind", ["local", "shared", "slow"])
+def test_what_is_left_alone(kind: str) -> None:
+    """Other optimizers, second moments that have just begun, and everything by "local"."""
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    _, young = trained(3)
+    _, old = trained(50)
+    before = [copy.deepcopy(optimizer.state_dict()) for optimizer in (sgd, young, old)]
+    SecondMoment([sgd, young, old]).prepare(kind, 0, synchronous=False)
+    after = [optimizer.state_dict() for optimizer in (sgd, young, old)]
+    assert [str(a) == str(b) for a, b in zip(before, after, strict=True)] == [True, True, kind == "local"]
+
+
+def test_the_state_says_whose_decay_is_the_user_s() -> None:
+    parameter, optimizer = trained(50)
+    second = SecondMoment([optimizer])
+    second.prepare("slow", 50, synchronous=True)
+    resumed = SecondMoment([optimizer])
+    resumed.load(second.state())
+    resumed.prepare("slow", 51, synchronous=True)
+    assert torch.isfinite(divisor(optimizer, parameter)).all()
+    resumed.release()
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+def by_hand(rank: int, steps: int, slow_from: int) -> list[Tensor]:
+    """DDP without laconic; then a second moment that is slowed by hand."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = adam(model.parameters())
+    for step in range(steps):
+        if step == slow_from:
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].mul_((1 - SLOW**step) / (1 - 0.95**step))
+            optimizer.param_groups[0]["betas"] = (0.9, SLOW)
+        model(vectors(rank, step, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def by_laconic(rank: int, strategy: str, steps: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = adam(model.parameters())
+    with laconic.attach(model, optimizer, strategy) as run:
+        for step in range(steps):
+            model(vectors(rank, step, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = run.state_dict()["second_moment"]
+    assert state["own"] == ([] if "'local'" in strategy or "'shared'" in strategy else [[0, 0, 0.95]])
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95), "given back"
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def limits(rank: int) -> None:
+    for strategy, slow_from in (
+        ("ddp(second_moment='local')", 40),
+        ("ddp(second_moment='shared')", 40),  # every step is synchronous
+        ("ddp(second_moment='slow', warmup=25)", 25),
+    ):
+        ours, theirs = by_laconic(rank, strategy, 32), by_hand(rank, 32, slow_from)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), strategy
+
+
+def test_limits() -> None:
+    """Never slowed is plain DDP, and slow is what one would write by hand: bit for bit."""
+    ranks(2, limits)
+
+
+def shared(rank: int) -> None:
+    """By which decay each step was made, and that the refreshes bring the ranks' divisors together."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(4, 3))
+    optimizer = adam(model.parameters())
+    decays: list[float] = []
+    optimizer.register_step_pre_hook(lambda one, *_: decays.append(one.param_groups[0]["betas"][1]))
+    with laconic.attach(model, optimizer, "local_adam(4, warmup=24, refresh=8, warmup_reducer=Exact())") as run:
+        for step in range(48):
+            model(vectors(rank, step, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        laconic.check_replicas(run)
+        mine = divisor(optimizer, model.module.weight)
+    assert decays[:25] == [0.95] * 25, "the first refresh follows the warm-up at once"
+    later = [0.8 if step in (32, 40) else SLOW for step in range(25, 48)]
+    assert decays[25:] == pytest.approx(later)
+    gathered = [torch.empty_like(mine) for _ in range(2)]
+    torch.distributed.all_gather(gathered, mine)
+    assert not torch.equal(*gathered)
+    assert torch.allclose(gathered[0], gathered[1], rtol=0.1), "though each rank has gradients of its own"
+
+
+def test_local_steps_share_a_second_moment() -> None:
+    ranks(2, shared)
