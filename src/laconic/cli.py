@@ -35,13 +35,13 @@ app = typer.Typer(
 
 DEFAULT_STRATEGIES = [
     "ddp()",
-    "bf16()",
     "int8()",
-    "powersgd(rank=4, warmup=10)",
-    "post_local_sgd(warmup=10, period=8)",
-    "diloco(16, warmup=10)",
-    "streaming_diloco(16, fragments=4, delay=2, blend=0.0, warmup=10)",
+    "local_adam(warmup=0)",
+    "local_adam(16, warmup=0, refresh=128)",
+    "diloco(16)",
+    "streaming_diloco(16, fragments=4, delay=2, blend=0.0, carry=True)",
 ]
+SECONDS = 25.0
 
 
 @app.command()
@@ -55,7 +55,14 @@ def compare(
     ] = None,
     workers: Annotated[int, typer.Option(help="processes, 2 at least, each behind a link of its own")] = 4,
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
-    steps: Annotated[int, typer.Option(min=10, help="steps of each run")] = 150,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help=f"time of each run: who learns most in it?  [default: {SECONDS:g}]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=10, help="steps of each run, instead of --seconds")] = None,
+    warm: Annotated[
+        int | None,
+        typer.Option(min=0, help="begin with a model that ddp() has trained for so many steps  [default: 400 for bytes-gpt]"),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,
     out: Annotated[Path, typer.Option(help="where results.json and report.html go")] = Path("laconic-compare"),
     resume: Annotated[
@@ -64,12 +71,15 @@ def compare(
 ) -> None:
     """Run strategies side by side over a limited link, and show who wins.
 
-    ddp() and silent(), the limit, are always run.
+    Each gets the same time, or with --steps as many steps. ddp() and silent(), the limit, are always run.
     """
 
     console = _console()
     try:
-        _compare(console, task, strategy or DEFAULT_STRATEGIES, workers, link, steps, seeds, out, resume)
+        if seconds is not None and steps is not None:
+            raise ValueError("--seconds gives every strategy the same time, --steps the same number of steps: give one of them")
+        length = (SECONDS if seconds is None else seconds) if steps is None else None
+        _compare(console, task, strategy or [], workers, link, length, steps, warm, seeds, out, resume)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (ValueError, TypeError, RuntimeError, OSError) as error:
@@ -82,7 +92,9 @@ def _compare(
     chosen: list[str],
     workers: int,
     link: str,
-    steps: int,
+    seconds: float | None,
+    steps: int | None,
+    warm: int | None,
     seeds: int,
     out: Path,
     resume: bool,
@@ -97,19 +109,22 @@ def _compare(
 
     cable = parse(link)
     sys.path.append(str(Path.cwd()))  # the workers have it, too
-    name = tasks.load(task).name  # it is there, and has what it needs; strategies may name what lies in it and beside it
-    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *chosen, "silent()"]]
-    if task.endswith(".py"):
-        name = str(Path(task).resolve())
-    comparison = Comparison(name, list(dict.fromkeys(strategies)), workers, cable, steps, range(seeds))
+    loaded = tasks.load(task)  # it is there, and has what it needs; strategies may name what lies in it and beside it
+    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *(chosen or DEFAULT_STRATEGIES), "silent()"]]
+    name = str(Path(task).resolve()) if task.endswith(".py") else loaded.name
+    begun = loaded.warm_steps if warm is None else warm
+    unique = list(dict.fromkeys(strategies))
+    comparison = Comparison(name, unique, workers, cable, steps or 0, range(seeds), seconds, begun)
     results = begin(comparison)
+    results.command = _command(task, chosen, workers, link, seconds, steps, warm, out)
     if resume and (out / records.FILE).exists():
         resumed(results, comparison, out)
     records.check_room(out)
     if results.link_note:
         console.print(f"{results.link_note}; running without a limit", style="bold", highlight=False, markup=False)
     try:
-        with Board(console, comparison.strategies, steps, seeds) as board:
+        length = f"{steps} steps" if seconds is None else f"{seconds:g} s"
+        with Board(console, comparison.strategies, length, seeds) as board:
             compare(comparison, results, out, board)
     except KeyboardInterrupt:
         console.print(f"\n{stopped(results, out)}", highlight=False, markup=False)
@@ -117,6 +132,25 @@ def _compare(
     terminal.show(results, console)
     written = page.write(results, out)
     console.print(f"\nwritten: {out / records.FILE}, and charts for a browser: {written}", highlight=False, markup=False)
+
+
+def _command(
+    task: str,
+    chosen: list[str],
+    workers: int,
+    link: str,
+    seconds: float | None,
+    steps: int | None,
+    warm: int | None,
+    out: Path,
+) -> str:
+    """What a person would type to run the same comparison again."""
+    from shlex import join
+
+    length = ["--steps", str(steps)] if seconds is None else ["--seconds", f"{seconds:g}"]
+    words = ["laconic", "compare", task, *(word for text in chosen for word in ("-s", text))]
+    words += ["--workers", str(workers), "--link", link, *length, *(["--warm", str(warm)] if warm is not None else [])]
+    return join([*words, "--out", str(out)])
 
 
 def _fail(error: Exception) -> NoReturn:
@@ -130,7 +164,7 @@ def _console() -> "Console":
     from rich.console import Console
 
     console = Console()
-    return console if console.is_terminal else Console(width=150)  # a file has no width
+    return console if console.is_terminal else Console(width=160)  # a file has no width
 
 
 @app.command(

@@ -69,6 +69,31 @@ def test_a_comparison_and_its_record(tmp_path: Path) -> None:
     assert "not the same comparison" in other.stderr
 
 
+def test_equal_time_from_a_warm_start_that_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--link", "none", "--seconds", "1", "--warm", "12"]
+    done = laconic(*asked, "--out", "out", folder=tmp_path)
+    assert done.exit_code == 0, done.stdout + done.stderr
+    assert "warm start, seed 0: 12 steps of ddp() without a limit" in done.stdout
+    data = json.loads((tmp_path / "out/results.json").read_text())
+    assert (data["seconds"], data["warm"]) == (1.0, 12)
+    assert all(0.3 < run["seconds"] < 3 for run in data["runs"])
+    assert all(run["curve"][-1][0] == run["steps"] for run in data["runs"])
+    words = " ".join(done.stdout.split())
+    assert "after 1 s a loss" in words
+    assert (
+        "for three seeds: laconic compare digits -s 'bf16()' --workers 2 --link none --seconds 1 --warm 12 --out out" in words
+    )
+    (kept,) = (tmp_path / "cache/laconic/warm").iterdir()
+    before = kept.stat().st_mtime_ns
+    again = laconic(*asked, "--out", "again", "--seeds", "1", folder=tmp_path)
+    assert "warm start" not in again.stdout
+    assert kept.stat().st_mtime_ns == before
+    both = laconic(*asked, "--steps", "20", folder=tmp_path)
+    assert both.exit_code == 1
+    assert "give one of them" in both.stderr
+
+
 @needs_link
 @pytest.mark.soak
 def test_the_same_seed_gives_the_same_losses_and_the_first_comparison_is_kept(tmp_path: Path) -> None:
@@ -272,8 +297,9 @@ def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
 
 def test_the_live_table_moves() -> None:
     console = Console(force_terminal=True, width=100, file=io.StringIO())
-    with Board(console, ["ddp()", "silent()"], steps=100, seeds=1) as board:
+    with Board(console, ["ddp()", "silent()"], "100 steps", seeds=1) as board:
         board.begin("ddp()")
+        board.heard("ddp()", {"kind": "plan", "steps": 100})
         board.heard("ddp()", {"step": 10, "bytes": 1e6})
         time.sleep(0.01)
         board.heard("ddp()", {"step": 50, "bytes": 5e6, "loss": 2.5})

@@ -41,7 +41,7 @@ def test_a_step_of_ddp_lies_between_its_bounds_and_the_kernel_agrees() -> None:
 def test_what_is_in_the_air_during_a_look_is_on_the_cable_too() -> None:
     chosen = "streaming_diloco(5, fragments=1, delay=3, blend=0.0, warmup=2)"  # of 8 looks in 24 steps, some meet an exchange
     comparison = Comparison("bytes-gpt:500k", [chosen], 2, Link(50_000_000), 24)
-    with Board(Console(file=io.StringIO()), [chosen], 24, 1) as board:
+    with Board(Console(file=io.StringIO()), [chosen], "24 steps", 1) as board:
         (streaming,) = train(list(comparison.jobs()), comparison, begin(comparison), board)
     sent = streaming.wire_bytes_per_step
     assert sent["kernel"] is not None

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from laconic.lab import worker
@@ -85,3 +86,54 @@ def test_the_pace_is_of_the_last_steps(
     assert pace[-1][0] > 200
     assert told[-1]["kind"] == "end"
     assert told[-1]["collectives"] == {"AllReduce": 1.0}
+
+
+WARM = """
+PLANNED = []
+class Counted:
+    def __init__(self, optimizer, steps):
+        PLANNED.append(steps)
+        self.optimizer, self.made = optimizer, 0
+    def step(self):
+        self.made += 1
+        assert self.made <= PLANNED[-1]
+        self.optimizer.param_groups[0]["lr"] = 1e-3 * (1 - self.made / PLANNED[-1])
+def schedule(optimizer, steps):
+    assert optimizer.state, "the warm start came with the optimizer's memory"
+    return Counted(optimizer, steps)
+def batches(rank, world, seed):
+    while True:
+        time.sleep(0.01)
+        yield torch.full((4, 32), float(seed > 1000))
+def evaluate(model):
+    return float(model[0].weight.sum())
+import time
+"""
+
+
+def test_a_run_of_so_many_seconds_begins_in_the_warm_start_and_its_schedule_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "warm.py").write_text(TEMPLATE + WARM)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    common = {"task": str(tmp_path / "warm.py"), "seed": 3}
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        worker.warm_up({**common, "warm": 7, "save": str(tmp_path / "kept.pt")})
+        kept = torch.load(tmp_path / "kept.pt")
+        assert {int(state["step"]) for state in kept["optimizer"]["state"].values()} == {7}
+        job = {**common, "strategy": "local_sgd(4, warmup=8)", "looks": 4, "warmup": 5, "settle_seconds": 0.0}
+        ready = worker.build({**job, "start": str(tmp_path / "kept.pt")})
+        steps = worker.steps_within({**job, "seconds": 0.5}, ready)
+        assert 20 <= steps <= 60, "of ten milliseconds and a little more each"
+        now, there = ready.model.module.state_dict(), kept["model"]
+        assert all(torch.equal(now[name], there[name]) for name in there), "steps to know the pace by leave no trace"
+        assert str(ready.optimizer.state_dict()) == str(kept["optimizer"])
+        worker.train({**job, "seconds": 0.5, "start": str(tmp_path / "kept.pt")})
+    finally:
+        dist.destroy_process_group()
+    told = [json.loads(line.removeprefix(worker.LINE_PREFIX)) for line in capfd.readouterr().out.split("\n") if line]
+    (plan,) = [facts["steps"] for facts in told if facts["kind"] == "plan"]
+    looks = [facts for facts in told if facts["kind"] == "look"]
+    assert looks[-1]["step"] == plan
+    assert 0.3 < looks[-1]["seconds"] < 1.5

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from laconic.lab.compare import Comparison, _explained, begin, compare, resumed, settle_seconds, stopped
+from laconic.lab.compare import Comparison, begin, compare, resumed, settle_seconds, stopped
 from laconic.lab.link import Link
+from laconic.lab.workers import _explained
 from laconic.report import comparison_records as records
 from laconic.report import page
 from laconic.report.live_comparison import Board
@@ -144,6 +145,8 @@ def test_a_task_that_has_changed_is_not_resumed(tmp_path: Path) -> None:
         ({"workers": 3}, "digits, 3 workers, link none, 10 steps"),
         ({"steps": 20}, "digits, 2 workers, link none, 20 steps"),
         ({"task": "bytes-gpt:1m"}, "bytes-gpt:1m, 2 workers"),
+        ({"seconds": 2.0}, "digits, 2 workers, link none, 2 seconds"),
+        ({"warm": 7}, "digits, 2 workers, link none, 10 steps, 7 warm steps"),
     ],
 )
 def test_another_comparison_is_not_resumed(change: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_what_is_there_is_not_run_again_and_only_a_new_comparison_moves_the_form
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Comparison("digits", ["ddp()", "a()"], 2, steps=10, seeds=(0, 1))
-    assert list(asked.jobs()) == [("ddp()", 0), ("a()", 0), ("ddp()", 1), ("a()", 1)], "seed by seed"
+    assert list(asked.jobs()) == [("ddp()", 0), ("a()", 0), ("a()", 1), ("ddp()", 1)], "seed by seed, another one first"
     jobs: list[tuple[str, int]] = []
 
     def train(todo: list[tuple[str, int]], *_: object) -> Iterator[records.Record]:
@@ -171,7 +174,7 @@ def test_what_is_there_is_not_run_again_and_only_a_new_comparison_moves_the_form
     monkeypatch.setattr("laconic.lab.compare.train", train)
     former = result(("old()", 1.0, 100, 1000))
     former.write(tmp_path)
-    board = Board(Console(file=io.StringIO()), asked.strategies, 10, 2)
+    board = Board(Console(file=io.StringIO()), asked.strategies, "10 steps", 2)
     results = begin(asked)
     compare(asked, results, tmp_path, board)
     assert jobs == list(asked.jobs())
@@ -180,7 +183,7 @@ def test_what_is_there_is_not_run_again_and_only_a_new_comparison_moves_the_form
     jobs.clear()
     again = replace(results, runs=results.runs[:3])
     compare(asked, again, tmp_path, board)
-    assert jobs == [("a()", 1)]
+    assert jobs == [("ddp()", 1)]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["results-1.json", "results.json"]
     assert len(records.read(tmp_path).runs) == 4
 

@@ -7,10 +7,11 @@ import pytest
 from rich.console import Console
 from rich.progress_bar import ProgressBar
 
+from laconic.report import comparison_records as records
 from laconic.report.charts import figures
 from laconic.report.live_comparison import Board
 from laconic.report.summary import rows
-from laconic.report.terminal import cells, columns, human, legend, loss, reached, show
+from laconic.report.terminal import cells, columns, human, legend, limit, loss, reached, show
 from laconic.report.verdict import ground, verdict
 from tests.report.made import result
 
@@ -40,8 +41,8 @@ def test_each_cell_stands_under_its_head() -> None:
     assert [row.strategy for row in rows(results)] == ["ddp()", "b()", "a()", "silent()"]
     _, b, *_ = rows(results)
     assert dict(zip(columns(results), cells(b, results), strict=True)) == {
-        "strategy": "b()", "val loss": "1.1000", "vs ddp": "1.100", "bytes/step": "2.5 GB", "predicted": "1.2 kB",
-        "kernel": "2 kB", "step": "50.0 ms", "speed": "2.00x", "limit": "50%", "to ddp loss": "never",
+        "strategy": "b()", "val loss": "1.1000", "vs ddp": "1.100", "spread": "-", "bytes/step": "2.5 GB",
+        "predicted": "1.2 kB", "kernel": "2 kB", "step": "50.0 ms", "speed": "2.00x", "limit": "50%", "to ddp loss": "never",
     }  # fmt: skip
     assert [human(count) for count in (999.4, 1000, 2.5e6)] == ["999 B", "1 kB", "2.5 MB"]
     assert "PREDICTED" not in legend(results)
@@ -87,6 +88,67 @@ def test_the_verdict_says_when_none_is() -> None:
     nothing_sent = result(("ddp()", 1.0, 100, 0), ("a()", 1.0, 50, 0))
     assert "at all of its bytes" in verdict(nothing_sent)
     assert "nothing to compare" in verdict(result(("ddp()", 1.0, 100, 1000)))
+
+
+def timed(*runs: tuple[str, float | None, float, float]) -> records.Results:
+    """As `result`, of runs of a second each."""
+    results = result(*runs)
+    results.seconds, results.warm, results.command = 1.0, 300, "laconic compare digits --seconds 1"
+    for run in results.runs:
+        run.steps = round(1000 / run.step_ms)
+        run.curve = [[run.steps / 2, 0.5, 1, 3.0], [run.steps, 1.0, 2, run.val_loss]]
+    return results
+
+
+def test_at_equal_time_the_lowest_loss_wins_and_its_price_is_said() -> None:
+    results = timed(("ddp()", 2.0, 100, 1000), ("a()", 1.6, 50, 500), ("b()", 1.7, 40, 10), ("silent()", 1.9, 40, 0))
+    words = verdict(results)
+    assert "Take a(): after 1 s a loss -20.0% against ddp()'s, in 2 times as many steps" in words
+    assert "0.5 of its bytes, 80% of the rate" in words
+    assert "at equal steps, its loss is +50.0%" in words, "after 10 steps ddp() had 2, and a() 3"
+    assert "300 warm steps, 2 workers" in words
+    assert "One seed: a hint, not a verdict; for three seeds: laconic compare digits --seconds 1 --seeds 3 --resume." in words
+    _, a, *_ = rows(results)
+    shown = dict(zip(columns(results), cells(a, results), strict=True))
+    assert (shown["steps"], shown["equal steps"]) == ("20", "1.500")
+    assert "time" in ground(results)
+    assert "same time" in legend(results)
+    tie = verdict(timed(("ddp()", 2.0, 100, 1000), ("a()", 1.97, 50, 500), ("silent()", 3.0, 40, 0)))
+    assert "Stay with ddp(): within 1 s none ends below its loss by more than 2%. The lowest is a()" in tie
+    apart = verdict(timed(("ddp()", 2.0, 100, 1000), ("a()", 1.6, 50, 500), ("silent()", 1.605, 40, 0)))
+    assert "The losses tell nothing of averaging: silent()" in apart
+    assert "diverged" in verdict(timed(("ddp()", None, 100, 1000), ("a()", 1.6, 50, 500)))
+
+
+def test_what_seeds_differ_by_is_no_difference() -> None:
+    """ddp() itself differs by 10 % between seeds: so a loss 5 % above its mean is as good."""
+    results = result(("ddp()", 1.0, 100, 1000), ("ddp()", 1.15, 100, 1000), ("a()", 1.13, 50, 10), ("a()", 1.13, 50, 10))
+    for place, run in enumerate(results.runs):
+        run.seed = place % 2
+    ddp, a = rows(results)
+    assert ddp.loss_spread == pytest.approx(0.0987, rel=0.01)
+    assert a.loss_spread == 0.0
+    assert "Take a()" in verdict(results)
+    assert "hint" not in verdict(results), "two seeds"
+    results.runs[1].val_loss = 1.0
+    assert "No strategy came within 2%" in verdict(results)
+
+
+def test_with_one_seed_the_last_looks_tell_how_noisy_a_loss_is() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.04, 50, 10))
+    steps = range(4, 11)
+    results.runs[0].curve = [[step, step / 10, 1, 2.0 - step / 10] for step in steps]
+    assert rows(results)[0].loss_spread == pytest.approx(0.0, abs=1e-9), "a loss that falls is no noise"
+    assert "No strategy came within 2%" in verdict(results)
+    results.runs[0].curve = [[step, step / 10, 1, 2.0 - step / 10 + (0.1 if step % 2 else -0.1)] for step in steps]
+    assert rows(results)[0].loss_spread == pytest.approx(0.126, rel=0.01)
+    assert "Take a()" in verdict(results)
+
+
+def test_nobody_is_faster_than_the_limit() -> None:
+    results = result(("ddp()", 1.0, 100, 1000), ("a()", 1.0, 39, 10), ("silent()", 2.0, 40, 0))
+    assert [limit(row) for row in rows(results)] == ["40%", "noise", "100%"]
+    assert "as fast as a run that never communicates." in verdict(results)
 
 
 def test_seconds_to_the_loss_of_ddp() -> None:
@@ -181,7 +243,7 @@ def test_where_the_link_could_not_be_had_the_predicted_step_decides() -> None:
     assert "of the last 2 steps, without a limit" in charts["Where the time goes"]["layout"]["xaxis"]["title"]["text"]
 
 
-@pytest.mark.parametrize(("width", "tables"), [(150, 1), (80, 2), (50, 6)])
+@pytest.mark.parametrize(("width", "tables"), [(150, 1), (80, 3), (50, 6)])
 def test_no_number_is_cut_or_folded_in_a_narrow_terminal(width: int, tables: int) -> None:
     long = "streaming_diloco(period=16, delay=2, blend=0.0, warmup=10)"
     results = result(("ddp()", 1.2345, 1234.5, 12.3e6), (long, None, 56.7, 4.56e3), ("silent()", 9.8765, 43.2, 0))
@@ -213,23 +275,24 @@ def test_the_live_table_goes_on_over_seeds_and_lines_are_printed_where_nothing_c
     now = iter([10.0, 12.0, 100.0, 101.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     out = io.StringIO()
-    board = Board(Console(file=out, width=150), ["a()"], steps=10, seeds=3)
+    board = Board(Console(file=out, width=150), ["a()"], "10 steps", seeds=3)
     first, second, third = result(("a()", 1.5, 100, 1000), ("a()", None, 50, 3000), ("a()", 2.0, 50, 0)).runs
     board.finish(first, ran=False)  # it was there already
-    assert (shown(board), out.getvalue()) == (["10/30", "10.0", "1.500", "10 kB"], "")
+    assert (shown(board), out.getvalue()) == (["1/3", "10.0", "1.500", "10 kB"], "")
     board.begin("a()")
+    board.heard("a()", {"steps": 10})
     board.heard("a()", {"step": 2, "bytes": 2e3, "loss": 2.5})
     board.heard("a()", {"step": 6, "bytes": 6e3})
-    assert shown(board) == ["16/30", "2.0", "2.500", "6 kB"], "4 steps in 2 seconds; the loss is the last one that was told"
+    assert shown(board) == ["1.6/3", "2.0", "2.500", "6 kB"], "4 steps in 2 seconds; the loss is the last one that was told"
     board.finish(second)
-    assert shown(board) == ["20/30", "20.0", "diverged", "30 kB"]
+    assert shown(board) == ["2/3", "20.0", "diverged", "30 kB"]
     assert out.getvalue() == "a(), seed 0: diverged, 50.0 ms a step, 3 kB a step\n"
     board.begin("a()")
     board.heard("a()", {"step": 1, "bytes": 1e3})
-    assert shown(board)[0] == "21/30"
+    assert shown(board)[0] == "2.1/3"
     board.heard("a()", {"step": 6, "bytes": 6e3})
     assert shown(board)[1] == "5.0", "what lies between two runs doesn't count"
     board.begin("a()")
-    assert shown(board)[0] == "20/30"
+    assert shown(board)[0] == "2/3"
     board.finish(third)
-    assert shown(board)[0] == "30/30"
+    assert shown(board)[0] == "3/3"

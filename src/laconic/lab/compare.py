@@ -2,31 +2,24 @@
 
 import functools
 import hashlib
-import json
 import os
 import platform
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import laconic
-from laconic.lab.link import KILLED, Link, refusal, start
+from laconic.lab import warm_start
+from laconic.lab.link import Link, refusal
 from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
-from laconic.lab.worker import LINE_PREFIX
+from laconic.lab.workers import Workers
 from laconic.report import comparison_records as records
 from laconic.report.comparison_records import Record, Results
 from laconic.report.live_comparison import Board
 
 LOOKS, WARMUP = 8, 5
 QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is outstanding any more
-
-
-class WorkerError(RuntimeError):
-    """A worker failed; the message has its traceback, once."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +32,18 @@ class Comparison:
     link: Link = Link()
     steps: int = 200
     seeds: Sequence[int] = (0,)
+    seconds: float | None = None  # of the timed steps of each run, instead of `steps`
+    warm: int = 0  # steps of ddp() before every run, made once
 
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise ValueError(f"--workers must be at least 2, got {self.workers}: one alone has nobody to communicate with")
 
     def jobs(self) -> Iterator[tuple[str, int]]:
-        """Seed by seed, so that a slow hour of the machine hits all strategies alike."""
-        for seed in self.seeds:
-            for strategy in self.strategies:
+        """Seed by seed, and with each seed another strategy first: a slow minute of the machine hits another one each time."""
+        for place, seed in enumerate(self.seeds):
+            turn = place * len(self.strategies) // max(1, len(self.seeds))
+            for strategy in [*self.strategies[turn:], *self.strategies[:turn]]:
                 yield strategy, seed
 
 
@@ -67,6 +63,8 @@ def begin(comparison: Comparison) -> Results:
         str(comparison.link),
         note,
         fingerprint=fingerprint(comparison.task, versions),
+        seconds=comparison.seconds,
+        warm=comparison.warm,
     )
 
 
@@ -80,14 +78,10 @@ def fingerprint(task: str, versions: Mapping[str, str]) -> str:
 def resumed(results: Results, comparison: Comparison, out: Path) -> None:
     """Take over the runs of an interrupted comparison, if it was the same one."""
     before = records.read(out)
-    there = (
-        before.task,
-        before.workers,
-        before.link,
-        before.link_note,
-        {run.steps for run in before.runs} or {comparison.steps},
-    )
-    here = (results.task, results.workers, results.link, results.link_note, {comparison.steps})
+    former = {run.steps for run in before.runs} if before.seconds is None and before.runs else {comparison.steps}
+    there = (before.task, before.workers, before.link, before.link_note, former, before.seconds, before.warm)
+    asked = {comparison.steps}
+    here = (results.task, results.workers, results.link, results.link_note, asked, results.seconds, results.warm)
     if there != here:
         raise ValueError(
             f"{out} is of {_words(*there)}, and asked is {_words(*here)}: not the same comparison; give another --out"
@@ -121,9 +115,10 @@ def stopped(results: Results, out: Path) -> str:
     return f"stopped; what is finished is in {out}, and --resume goes on from there"
 
 
-def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable[int]) -> str:
+def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable[int], seconds: float | None, warm: int) -> str:
     limit = f"{link}{' (not limited)' if note else ''}"
-    return f"{task}, {workers} workers, link {limit}, {', '.join(map(str, sorted(steps)))} steps"
+    length = f"{', '.join(map(str, sorted(steps)))} steps" if seconds is None else f"{seconds:g} seconds"
+    return f"{task}, {workers} workers, link {limit}, {length}" + (f", {warm} warm steps" if warm else "")
 
 
 def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Results, board: Board) -> Iterator[Record]:
@@ -131,64 +126,45 @@ def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Resu
     if not jobs:
         return
     link = Link() if results.link_note else comparison.link
-    common = {"task": comparison.task, "steps": comparison.steps, "looks": LOOKS, "warmup": WARMUP}
+    seeds = {seed for _, seed in jobs}
+    starts = warm_start.ensure(comparison.task, comparison.warm, seeds, comparison.workers, results.fingerprint, board.say)
+    common = {"task": comparison.task, "looks": LOOKS, "warmup": WARMUP}
+    common |= {"steps": comparison.steps} if comparison.seconds is None else {"seconds": comparison.seconds}
     orders = [
-        {**common, "strategy": strategy, "seed": seed, "settle_seconds": settle_seconds(strategy, link)}
+        {
+            **common,
+            "strategy": strategy,
+            "seed": seed,
+            "start": starts.get(seed),
+            "settle_seconds": settle_seconds(strategy, link),
+        }
         for strategy, seed in jobs
     ]
-    with TemporaryFile() as file:  # without a name, and so it goes with its last reader
-        file.write(json.dumps(orders).encode())
-        file.flush()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        process = start([sys.executable, "-m", "laconic.lab.worker"], comparison.workers, link, environment, file)
-    assert process.stdout is not None
-    try:
+    with Workers(orders, comparison.workers, link) as workers:
         for strategy, seed in jobs:
             board.begin(strategy)
-            told = _listen(process, strategy, functools.partial(board.heard, strategy))
+            told = workers.told(strategy, functools.partial(board.heard, strategy))
             yield _record(comparison, strategy, seed, told, limited=not results.link_note)
-    finally:  # also on Ctrl-C: nothing is left
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def _listen(
-    process: "subprocess.Popen[str]", strategy: str, progress: Callable[[dict[str, Any]], None]
-) -> dict[str, list[dict[str, Any]]]:
-    """What the workers tell of one job, by kind, until they tell its end."""
-    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("tick", "look", "pace", "error", "end")}
-    other: list[str] = []
-    for line in process.stdout or ():
-        if not line.startswith(LINE_PREFIX):
-            other.append(line)
-            continue
-        facts = json.loads(line[len(LINE_PREFIX) :])
-        told[facts["kind"]].append(facts)
-        if facts["kind"] == "end":
-            return told
-        if facts["kind"] in ("tick", "look"):
-            progress(facts)
-    raise WorkerError(_explained(strategy, told["error"], other, process.wait()))
 
 
 def _record(
     comparison: Comparison, strategy: str, seed: int, told: Mapping[str, list[dict[str, Any]]], *, limited: bool
 ) -> Record:
     last, (end,) = told["look"][-1], told["end"]
+    steps = last["step"]
     step_ms = last["seconds"] / last["timed"] * 1e3
     wait = None if end["wait_seconds"] is None else end["wait_seconds"] / last["timed"] * 1e3
     wire = wire_seconds(end["wire_bytes"], comparison.link)
     wire += delay_seconds(end["collectives"], comparison.workers, comparison.link)
     bytes_per_step = {
-        "counted": last["bytes"] / comparison.steps,
-        "predicted": end["predicted"] / comparison.steps,
-        "kernel": None if last["kernel"] is None else last["kernel"] / comparison.steps,
+        "counted": last["bytes"] / steps,
+        "predicted": end["predicted"] / steps,
+        "kernel": None if last["kernel"] is None else last["kernel"] / steps,
     }
     return Record(
         strategy=strategy,
         seed=seed,
-        steps=comparison.steps,
+        steps=steps,
         val_loss=records.finite(last["loss"]),
         seconds=last["seconds"],
         step_ms=step_ms,
@@ -213,20 +189,6 @@ def settle_seconds(strategy: str, link: Link) -> float:
 def _in_the_air(strategy: str) -> bool:
     averaging = laconic.strategy(strategy).averaging
     return averaging is not None and averaging.deltas is not None and averaging.deltas.delay > 0
-
-
-def _explained(strategy: str, errors: list[dict[str, Any]], other: list[str], code: int | None) -> str:
-    """The first worker's own error; those of its peers, which only lost a connection, are left out."""
-    heard = ("CommunicationError", "PeerError", "UnevenError")
-    own = [error for error in errors if not any(kind in error["text"] for kind in heard)]
-    killed = [line.strip() for line in other if KILLED in line]
-    if killed and not own:
-        return f"{strategy}: {', '.join(killed)}"
-    if own or errors:
-        first = (own or errors)[0]
-        return f"{strategy}: worker {first['rank']} failed:\n{first['trace']}"
-    said = "".join(other[-20:]).strip()
-    return f"{strategy}: a worker died (exit code {code})" + (f"; the last it said:\n{said}" if said else " and said nothing")
 
 
 def _machine() -> dict[str, Any]:

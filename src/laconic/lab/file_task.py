@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 HELD_OUT_SEED = 987654321
 FUNCTIONS = {"model": "", "optimizer": "model", "batches": "rank, world, seed", "loss": "model, batch"}
@@ -22,10 +23,12 @@ class TaskError(ValueError):
 
 
 class FileTask:
-    """A Python file with `model`, `optimizer`, `batches`, `loss` and, if wanted, `evaluate`.
+    """A Python file with `model`, `optimizer`, `batches`, `loss` and, if wanted, `evaluate`, `schedule` and `warm`.
 
     It may import modules from its own folder, as a script may.
     """
+
+    warm_steps = 0
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
@@ -70,6 +73,19 @@ class FileTask:
         with torch.no_grad():
             losses = [float(self.loss(model, next(batches))) for _ in range(8)]
         return math.fsum(losses) / len(losses)
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+        if not hasattr(self._module, "schedule"):
+            return None
+        schedule = self._module.schedule(optimizer, steps)
+        if not callable(getattr(schedule, "step", None)):
+            raise self._wrong("schedule(optimizer, steps)", "a learning-rate scheduler, with a step()", schedule)
+        found: LRScheduler = schedule
+        return found
+
+    def warm(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if hasattr(self._module, "warm"):
+            self._module.warm(model, optimizer)
 
     def _wrong(self, function: str, wanted: str, got: object) -> TaskError:
         what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"{type(got).__name__}: {got!r:.100}"

@@ -1,5 +1,6 @@
 """What is trained in a comparison: the built-in tasks."""
 
+import math
 import sysconfig
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -9,18 +10,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from laconic.lab.file_task import FileTask
 
 
 class Task(Protocol):
-    """What a comparison needs to know: five functions, the last of which may be missing in a user's file.
+    """What a comparison needs to know: seven functions, the last three of which may be missing in a user's file.
 
     The same seed must give the same weights and the same batches: torch's generator is seeded before `model` is called, and
     `batches` is told seed and rank.
     """
 
     name: str
+    warm_steps: int  # of ddp(), in which a comparison begins unless it is told another number
 
     def model(self) -> nn.Module:
         """A new model."""
@@ -42,6 +45,14 @@ class Task(Protocol):
         """The loss on data that nobody has trained on."""
         ...
 
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+        """A learning-rate schedule over so many steps; its `step()` is called after each. None: the rate is constant."""
+        ...
+
+    def warm(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Bring a new model, and its optimizer's memory, to where training begins, such as from a checkpoint."""
+        ...
+
 
 def load(text: str) -> Task:
     """A task by its name, `bytes-gpt`, `bytes-gpt:5m`, `digits`, or by the path of a file that has its functions."""
@@ -61,6 +72,8 @@ class BytesGPT:
 
     SIZES = {"500k": (128, 2), "1m": (128, 4), "2m": (232, 3), "5m": (256, 6), "20m": (512, 6)}  # noqa: RUF012
     CONTEXT, BATCH = 64, 8
+    # From random weights, every method that averages seldom loses most in the first steps, and nobody trains for so few.
+    warm_steps = 400
 
     def __init__(self, size: str = "1m") -> None:
         if size not in self.SIZES:
@@ -90,6 +103,12 @@ class BytesGPT:
         fixed = torch.Generator().manual_seed(7)
         with torch.no_grad():
             return sum(float(model(self._windows(self._held_out, 32, fixed))) for _ in range(4)) / 4
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler:
+        return LambdaLR(optimizer, lambda step: 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+    def warm(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """It begins with random weights."""
 
     def _windows(self, data: Tensor, count: int, draw: torch.Generator) -> Tensor:
         starts = torch.randint(len(data) - self.CONTEXT - 1, (count,), generator=draw)
@@ -137,7 +156,7 @@ class Transformer(nn.Module):
 class Digits:
     """A small convolutional network with batch norm on scikit-learn's 8x8 digits."""
 
-    name, BATCH = "digits", 16
+    name, BATCH, warm_steps = "digits", 16, 0
 
     def __init__(self) -> None:
         try:
@@ -172,6 +191,12 @@ class Digits:
 
     def evaluate(self, model: nn.Module) -> float:
         return float(self.loss(model, self._held_out))
+
+    def schedule(self, optimizer: Optimizer, steps: int) -> None:
+        """None."""
+
+    def warm(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """It begins with random weights."""
 
 
 NAMES = [*(f"bytes-gpt:{size}" for size in BytesGPT.SIZES), "digits"]

@@ -30,4 +30,14 @@ def evaluate(model):
     """The loss on data that nobody trains on. You may leave this out."""
     held_out = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))
     return loss(model, held_out).item()
+
+
+def schedule(optimizer, steps):
+    """How the learning rate moves over a run of so many steps. You may leave this out: then it is constant."""
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+
+# def warm(model, optimizer):
+#     """Begin with a model that is trained already. Without this, `laconic compare --warm 500` trains one for you, once."""
+#     model.load_state_dict(torch.load("model.pt"))
 '''

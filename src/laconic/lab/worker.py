@@ -1,5 +1,6 @@
 """One worker of a comparison: trains a task by one strategy after the other, and tells how it goes."""
 
+import copy
 import gc
 import json
 import os
@@ -7,11 +8,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import laconic
 from laconic.lab import tasks
@@ -19,6 +21,7 @@ from laconic.lab.file_task import blame
 from laconic.lab.link import sent_bytes
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
+OTHER_DATA = 1_000_003  # added to a seed, for steps that are no part of a run: it must not see their batches again
 LINE_PREFIX = "laconic-lab"  # begins the lines that are meant for the lab
 
 
@@ -27,15 +30,92 @@ def tell(facts: Mapping[str, object]) -> None:
     os.write(sys.stdout.fileno(), f"\n{LINE_PREFIX} {json.dumps(facts)}\n".encode())
 
 
-def train(job: Mapping[str, Any]) -> None:
-    """All steps, with a look at the held-out loss of the averaged model now and then, which is not timed."""
-    rank, world, steps = dist.get_rank(), dist.get_world_size(), int(job["steps"])
+class Trainee(NamedTuple):
+    """What is trained, ready for its first step."""
+
+    task: tasks.Task
+    model: DistributedDataParallel
+    optimizer: Optimizer
+
+
+def build(job: Mapping[str, Any]) -> Trainee:
+    """A task's model and optimizer, as its own function `warm` leaves them, or a warm start of the lab's."""
     task = tasks.load(job["task"])
     torch.manual_seed(job["seed"])
-    bare = task.model()
-    predicted = laconic.predict(job["strategy"], bare, world_size=world, step=0, steps=steps, sizes={"node": 1})
-    model: Any = DistributedDataParallel(bare)
+    model = DistributedDataParallel(task.model())
     optimizer = task.optimizer(model)
+    task.warm(model.module, optimizer)
+    if job.get("start"):
+        state = torch.load(job["start"])
+        model.module.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    return Trainee(task, model, optimizer)
+
+
+def step(trainee: Trainee, batch: Any) -> None:
+    """One step of training, as a user's loop makes it."""
+    loss: Any = trainee.task.loss(trainee.model, batch)
+    loss.backward()
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+
+
+def warm_up(job: Mapping[str, Any]) -> None:
+    """Steps of plain DDP at the optimizer's own rate; the first worker keeps what comes of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainee = build(job)
+    batches = trainee.task.batches(rank, world, job["seed"] + OTHER_DATA)
+    torch.manual_seed(1000 * job["seed"] + rank)
+    for number in range(job["warm"]):
+        step(trainee, next(batches))
+        if rank == 0 and number % 50 == 49:
+            tell({"kind": "tick", "step": number + 1, "bytes": 0})
+    if rank == 0:
+        partial = f"{job['save']}.{os.getpid()}"
+        torch.save({"model": trainee.model.module.state_dict(), "optimizer": trainee.optimizer.state_dict()}, partial)
+        os.replace(partial, job["save"])
+        tell({"kind": "end"})
+
+
+def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
+    """As many steps as take `job["seconds"]`, by the pace of some that are made for that alone; then all is as it was."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer, strategy = trainee.model, trainee.optimizer, laconic.strategy(job["strategy"])
+    kept = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+    batches = trainee.task.batches(rank, world, job["seed"] + OTHER_DATA)
+    first, then = max(job["warmup"], strategy.warmup), min(max(12, 2 * (strategy.cycle or 1)), 32)
+    marks: list[float] = []
+    with laconic.attach(model, optimizer, job["strategy"]):
+        for number in range(first + then):
+            if number in (job["warmup"], first):
+                dist.barrier()
+            marks.append(time.perf_counter())
+            step(trainee, next(batches))
+        dist.barrier()
+        marks.append(time.perf_counter())
+    model.module.load_state_dict(kept[0])
+    optimizer.load_state_dict(kept[1])
+    later = (marks[-1] - marks[first]) / then
+    slow = strategy.warmup - job["warmup"]  # steps of a warm-up of the strategy's own that are timed
+    early = (marks[first] - marks[job["warmup"]]) / slow if slow > 0 else later
+    left = job["seconds"] - max(0, slow) * early
+    count = max(0, slow) + left / later if left > 0 else job["seconds"] / early
+    agreed = torch.tensor([max(10, job["warmup"] + round(count))])
+    dist.broadcast(agreed, 0)
+    return int(agreed)
+
+
+def train(job: Mapping[str, Any]) -> None:
+    """All steps, with a look at the held-out loss of the averaged model now and then, which is not timed."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    trainee = build(job)
+    task, optimizer = trainee.task, trainee.optimizer
+    model: Any = trainee.model
+    steps = int(job["steps"]) if "steps" in job else steps_within(job, trainee)
+    if rank == 0:
+        tell({"kind": "plan", "steps": steps})
+    predicted = laconic.predict(job["strategy"], model.module, world_size=world, step=0, steps=steps, sizes={"node": 1})
+    schedule = task.schedule(optimizer, steps)
     batches = task.batches(rank, world, job["seed"])
     torch.manual_seed(1000 * job["seed"] + rank)
     looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
@@ -43,24 +123,23 @@ def train(job: Mapping[str, Any]) -> None:
     with laconic.attach(model, optimizer, job["strategy"]) as run:
         seconds, timed, start, ticked, kernel = 0.0, 0, 0.0, time.perf_counter(), sent_bytes()
         waited_before = run.stats().wait_seconds
-        for step in range(1, steps + 1):
-            if step == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
+        for number in range(1, steps + 1):
+            if number == job["warmup"] + 1:  # the first steps build buckets and caches: they are not timed
                 dist.barrier()
                 start, seconds, timed = time.perf_counter(), 0.0, 0
                 waited_before = run.stats().wait_seconds
             began, waited = time.perf_counter(), run.stats().wait_seconds
-            loss: Any = task.loss(model, next(batches))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step(trainee, next(batches))
+            if schedule is not None:
+                schedule.step()
             timed += 1
             now_waited, ended = run.stats().wait_seconds, time.perf_counter()
-            if step > job["warmup"]:
+            if number > job["warmup"]:
                 pace.append((ended - began, _waited(waited, now_waited)))
             if rank == 0 and ended - ticked > TICK_SECONDS:
-                tell({"kind": "tick", "step": step, "bytes": run.stats().wire_bytes})
+                tell({"kind": "tick", "step": number, "bytes": run.stats().wire_bytes})
                 ticked = ended
-            if step in looks and step > job["warmup"]:
+            if number in looks and number > job["warmup"]:
                 dist.barrier()
                 seconds += time.perf_counter() - start
                 now = _at_rest(job["settle_seconds"])
@@ -71,7 +150,7 @@ def train(job: Mapping[str, Any]) -> None:
                 if rank == 0:
                     sent = run.stats().wire_bytes
                     cable = None if now is None or kernel is None else now - kernel
-                    look = {"step": step, "seconds": seconds, "bytes": sent, "loss": value, "kernel": cable, "timed": timed}
+                    look = {"step": number, "seconds": seconds, "bytes": sent, "loss": value, "kernel": cable, "timed": timed}
                     tell({"kind": "look", **look})
                 if now is not None and kernel is not None:
                     kernel += (sent_bytes() or 0) - now  # what looking cost is no part of training
@@ -116,7 +195,7 @@ def main() -> None:
         dist.init_process_group("gloo")
         for job in jobs:
             dist.barrier()
-            train(job)
+            (warm_up if "warm" in job else train)(job)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:

@@ -43,6 +43,9 @@ class Results:
     runs: list[Record] = field(default_factory=list)
     version: int = VERSION
     fingerprint: str | None = None  # of the task, so that runs of two of them never stand side by side; older files have none
+    seconds: float | None = None  # that each run was given; None: all made as many steps
+    warm: int = 0  # steps of ddp() in which every run begins
+    command: str | None = None  # that made it, but for its seeds
 
     def write(self, folder: Path) -> None:
         """To a temporary name first: an interruption leaves the file before. A page of fewer runs goes."""

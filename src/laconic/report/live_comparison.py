@@ -19,8 +19,8 @@ from laconic.report.terminal import human
 class Board:
     """One line a strategy: how far it is, how fast, its loss and its bytes."""
 
-    def __init__(self, console: Console, strategies: Sequence[str], steps: int, seeds: int) -> None:
-        self._console, self._steps, self._seeds = console, steps, seeds
+    def __init__(self, console: Console, strategies: Sequence[str], length: str, seeds: int) -> None:
+        self._console, self._length, self._seeds = console, length, seeds
         self._lines = {text: _Line() for text in strategies}
         self._live = Live(get_renderable=self.table, console=console, refresh_per_second=4, transient=True)
 
@@ -38,8 +38,12 @@ class Board:
         line.step, line.since = 0, None
 
     def heard(self, strategy: str, facts: dict[str, Any]) -> None:
-        """A worker tells its step, and now and then its loss."""
-        line, now = self._lines[strategy], time.monotonic()
+        """A worker tells how many steps it will make, then which it is at, and now and then its loss."""
+        line = self._lines[strategy]
+        if "steps" in facts:
+            line.steps = facts["steps"]
+            return
+        now = time.monotonic()
         if line.since is None:
             line.since = (now, facts["step"])
         elif now > line.since[0]:
@@ -61,12 +65,12 @@ class Board:
 
     def table(self) -> Table:
         """How it stands."""
-        table = Table(title=f"{self._steps} steps each, {self._seeds} seed{'s' if self._seeds > 1 else ''}")
+        table = Table(title=f"{self._length} each, {self._seeds} seed{'s' if self._seeds > 1 else ''}")
         for place, name in enumerate(("strategy", "", "steps/s", "loss", "sent")):
             table.add_column(name, justify="right" if place > 1 else "left", overflow="fold", no_wrap=place > 1)
         for text, line in self._lines.items():
-            whole = self._steps * self._seeds
-            bar = ProgressBar(total=whole, completed=min(whole, line.done * self._steps + line.step), width=24)
+            part = min(1.0, line.step / line.steps) if line.steps else 0.0
+            bar = ProgressBar(total=self._seeds, completed=min(self._seeds, line.done + part), width=24)
             numbers = (
                 "" if line.rate is None else f"{line.rate:.1f}",
                 "" if line.loss is None else f"{line.loss:.3f}" if math.isfinite(line.loss) else "diverged",
@@ -82,7 +86,7 @@ def _loss(record: Record) -> str:
 
 class _Line:
     def __init__(self) -> None:
-        self.done, self.step = 0, 0
+        self.done, self.step, self.steps = 0, 0, 0
         self.since: tuple[float, int] | None = None
         self.rate: float | None = None
         self.loss: float | None = None

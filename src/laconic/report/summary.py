@@ -10,6 +10,8 @@ from laconic.report.comparison_records import Record, Results
 
 BASE, LIMIT = "ddp()", "silent()"
 NEAR = 0.001  # a loss so near to another one, as a share, is no other one
+TOO_FAST = 1.005  # a share of the rate without communication that is noise and no share
+LAST_LOOKS = 4  # of a curve, from which its noise is judged where there is one seed
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class Row:
     diverged: int  # so many of the seeds
     loss: float | None  # None: of a seed at least it is no finite number
     loss_ratio: float | None  # against ddp; None: that has none above 0, where a ratio says something
+    loss_spread: float | None  # as a share: over seeds, or, with one, what the last looks of its curve scatter by
+    steps: float
+    at_equal_steps: float | None  # as `loss_ratio`, after as many steps as every run has made
     bytes_per_step: float
     predicted: float | None
     kernel: float | None
@@ -49,12 +54,15 @@ def rows(results: Results) -> list[Row]:
     base, limit = by_strategy.get(BASE), by_strategy.get(LIMIT)
     targets = {run.seed: run.val_loss for run in base or () if run.val_loss is not None}
     base_loss = _known([run.val_loss for run in base]) if base else None
+    common = min((run.steps for run in results.runs), default=0)
+    base_then = _loss_after(base, common) if base else None
     base_ms, limit_ms = (_link_ms(runs) if runs else None for runs in (base, limit))
     found = []
     for strategy, runs in sorted(by_strategy.items(), key=lambda item: (item[0] != BASE, item[0] == LIMIT)):
         step_ms, link_ms, loss = _mean([run.step_ms for run in runs]), _link_ms(runs), _known([run.val_loss for run in runs])
         times = [seconds_to(_points(run), above(targets[run.seed], NEAR)) for run in runs if run.seed in targets]
         reached = [seconds for seconds in times if seconds is not None]
+        then = _loss_after(runs, common)
         found.append(
             Row(
                 strategy,
@@ -62,6 +70,9 @@ def rows(results: Results) -> list[Row]:
                 sum(run.val_loss is None for run in runs),
                 loss,
                 loss / base_loss if base_loss and base_loss > 0 and loss is not None else None,
+                _loss_spread(runs, loss),
+                _mean([run.steps for run in runs]),
+                then / base_then if then is not None and base_then is not None and base_then > 0 else None,
                 _mean([run.wire_bytes_per_step["counted"] or 0.0 for run in runs]),
                 _known([run.wire_bytes_per_step["predicted"] for run in runs]),
                 _known([run.wire_bytes_per_step["kernel"] for run in runs]),
@@ -108,19 +119,47 @@ def interval_ms(run: Record) -> list[float]:
 
 
 def seconds_to(points: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """When a curve of (seconds, loss) first falls to a loss, between two looks by a straight line; None: never.
+    """When a curve of (seconds, loss) falls to a loss for good, between two looks by a straight line; None: never.
 
     >>> seconds_to([(1.0, 3.0), (2.0, 1.0)], 2.0)
     1.5
+    >>> seconds_to([(1.0, 1.0), (2.0, 3.0), (3.0, 1.0)], 2.0), seconds_to([(1.0, 1.0), (2.0, 3.0)], 2.0)
+    (2.5, None)
     """
-    before: tuple[float, float] | None = None
-    for point in points:
-        if point[1] <= loss:
-            if before is None or before[1] == point[1]:
-                return point[0]
-            return before[0] + (point[0] - before[0]) * (before[1] - loss) / (before[1] - point[1])
-        before = point
-    return None
+    after: tuple[float, float] | None = None
+    for point in reversed(points):
+        if point[1] > loss:
+            return None if after is None else point[0] + (after[0] - point[0]) * (point[1] - loss) / (point[1] - after[1])
+        after = point
+    return None if after is None else after[0]
+
+
+def _loss_after(runs: list[Record], steps: float) -> float | None:
+    """The mean loss after so many steps, between two looks by a straight line; None where a curve doesn't say it."""
+    found: list[float | None] = []
+    for run in runs:
+        looks = [(step, loss) for step, _, _, loss in run.curve if step is not None and loss is not None]
+        before = max((look for look in looks if look[0] <= steps), default=None)
+        after = min((look for look in looks if look[0] >= steps), default=None)
+        if before is None or after is None:
+            return None
+        share = (steps - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+        found.append(before[1] + share * (after[1] - before[1]))
+    return _known(found)
+
+
+def _loss_spread(runs: list[Record], loss: float | None) -> float | None:
+    """Over seeds; with one, of its last looks around a straight line through them."""
+    if not loss:
+        return None
+    if len(runs) > 1:
+        return statistics.stdev([run.val_loss for run in runs if run.val_loss is not None]) / abs(loss)
+    last = [(step, look) for step, _, _, look in runs[0].curve[-LAST_LOOKS:] if step is not None and look is not None]
+    if len(last) < LAST_LOOKS:
+        return None
+    line = statistics.linear_regression(*zip(*last, strict=True))
+    left = [look - (line.slope * step + line.intercept) for step, look in last]
+    return math.sqrt(sum(each * each for each in left) / (LAST_LOOKS - 2)) / abs(loss)
 
 
 def _points(run: Record) -> list[tuple[float, float]]:

@@ -7,16 +7,23 @@ from rich.markup import escape
 from rich.table import Table
 
 from laconic.report.comparison_records import Results
-from laconic.report.summary import Row, rows
+from laconic.report.summary import TOO_FAST, Row, rows
 from laconic.report.verdict import ground, verdict
 
 LEGEND = (
-    "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. Bytes: what one "
-    "worker must put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
+    "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. spread: of the "
+    "loss, over seeds, or with one seed over the last looks of its curve. Bytes: what one worker must "
+    "put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
     "step: of the timed ones, without the first five; bytes are of all. speed: against ddp(). limit: share of the step rate "
-    "of silent(), which never communicates. to ddp loss: seconds until the final loss of ddp() with the same seed, to 0.1 %."
+    "of silent(), which never communicates; noise: it came out faster than that, which is the machine's noise. to ddp loss: "
+    "seconds until the final loss of ddp() with the same seed, to 0.1 %, is reached and kept."
 )
 NAME_WIDTH, FRAME = 20, 3  # characters: of a name, which may be folded; around a cell
+EQUAL_TIME = (
+    " Every strategy had the same time, and made as many steps as fitted in; schedules of the learning rate are stretched to "
+    "them. equal steps: against ddp() after as many steps as all have made, from the curves; with a schedule, a run of "
+    "more steps still has a higher rate there, so that it looks worse than it would at the end of as many."
+)
 ON_THE_LINK = (
     " on the link: PREDICTED, not measured, from the step without a limit, the bytes and the link's delay; and so are speed, "
     "limit and to ddp loss, which follow from it."
@@ -56,7 +63,9 @@ def fitting(numbers: Sequence[Sequence[str]], width: int) -> list[list[Sequence[
 
 def columns(results: Results) -> list[str]:
     """The heads of the table; what a link would cost only where it could not be had."""
-    names = ["strategy", "val loss", "vs ddp", "bytes/step", "predicted", "kernel", "step", "speed", "limit", "to ddp loss"]
+    timed = ["steps", "equal steps"] if results.seconds is not None else []
+    names = ["strategy", "val loss", "vs ddp", "spread", *timed, "bytes/step", "predicted", "kernel", "step", "speed", "limit"]
+    names.append("to ddp loss")
     return [*names, "on the link"] if results.link_note else names
 
 
@@ -66,12 +75,14 @@ def cells(row: Row, results: Results) -> list[str]:
         row.strategy,
         loss(row),
         f"{row.loss_ratio:.3f}" if row.loss_ratio is not None else "-",
+        f"{row.loss_spread:.1%}" if row.loss_spread is not None else "-",
+        *(_steps(row) if results.seconds is not None else []),
         human(row.bytes_per_step),
         human(row.predicted),
         human(row.kernel),
         f"{row.step_ms:.1f} ms",
         f"{row.speed:.2f}x" if row.speed else "",
-        f"{row.share:.0%}" if row.share else "",
+        limit(row),
         reached(row),
     ]
     return [*found, f"{row.predicted_ms:.1f} ms" if row.predicted_ms is not None else ""] if results.link_note else found
@@ -84,6 +95,17 @@ def loss(row: Row) -> str:
     return f"diverged ({row.diverged} of {row.seeds})" if row.seeds > 1 else "diverged"
 
 
+def limit(row: Row) -> str:
+    """The share of the rate without communication; nobody has more than all of it."""
+    if not row.share:
+        return ""
+    return f"{row.share:.0%}" if row.share < TOO_FAST else "noise"
+
+
+def _steps(row: Row) -> list[str]:
+    return [f"{row.steps:.0f}", f"{row.at_equal_steps:.3f}" if row.at_equal_steps is not None else "-"]
+
+
 def reached(row: Row) -> str:
     """When it came to ddp's loss, and with how many of the seeds, if not with all."""
     if row.to_base_loss is None:
@@ -93,7 +115,7 @@ def reached(row: Row) -> str:
 
 def legend(results: Results) -> str:
     """What the columns mean."""
-    return LEGEND + (ON_THE_LINK if results.link_note else "")
+    return LEGEND + (EQUAL_TIME if results.seconds is not None else "") + (ON_THE_LINK if results.link_note else "")
 
 
 def human(count: float | None) -> str:

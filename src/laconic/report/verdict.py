@@ -4,9 +4,10 @@ import math
 import statistics
 
 from laconic.report.comparison_records import Results
-from laconic.report.summary import BASE, LIMIT, Row, above, interval_ms, rows
+from laconic.report.summary import BASE, LIMIT, TOO_FAST, Row, above, interval_ms, rows
 
-GOOD = 0.02  # a loss that is worse than ddp's by no more than this share is as good
+GOOD = 0.02  # losses that differ by no more than this share are as good as each other
+NOTHING_APART = 0.005  # where a run without communication is so near to the best, averaging did not matter
 NOTHING = 0.02  # a difference between two step times that is no more than this share is none
 
 
@@ -16,47 +17,112 @@ def verdict(results: Results) -> str:
     others = [row for name, row in table.items() if name not in (BASE, LIMIT)]
     if BASE not in table or not others:
         return f"Without {BASE} and another strategy there is nothing to compare."
-    base = table[BASE]
+    base, limit = table[BASE], table.get(LIMIT)
+    choice = _by_speed(base, others, limit) if results.seconds is None else _by_time(base, others, limit, results.seconds)
+    warm = f"{results.warm} warm steps, " if results.warm else ""
     measured = (
-        f"{results.task}, {results.workers} workers, link {results.link}"
+        f"{results.task}, {warm}{results.workers} workers, link {results.link}"
         f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
         f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
     )
     predicted = " Speeds are PREDICTED for that link." if results.link_note else ""
-    return f"{_choice(base, others, table.get(LIMIT))} Measured on {measured}.{predicted}"
+    hint = "" if base.seeds > 1 else f" One seed: a hint, not a verdict{_command(results)}."
+    return f"{choice} Measured on {measured}.{predicted}{hint}"
 
 
-def _choice(base: Row, others: list[Row], limit: Row | None) -> str:
+def _command(results: Results) -> str:
+    return f"; for three seeds: {results.command} --seeds 3 --resume" if results.command else "; give --seeds 3"
+
+
+def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
+    rest = f"Not so: {', '.join(row.strategy for row in sane)}." if sane else "So did all others."
+    return f"{BASE} itself diverged{_of_seeds(base)}: there is no loss to compare with. {rest}"
+
+
+def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
+    """Of runs that had the same time: the lowest loss."""
+    sane = [row for row in others if row.loss is not None]
+    if base.loss is None or not sane:
+        return _nothing_to_choose(base, sane)
+    best = min(sane, key=lambda row: row.loss or 0.0)
+    assert best.loss is not None
+    cut = cut_off(base, best)
+    then = (
+        "" if best.at_equal_steps is None else f"; at equal steps, its loss is {_change(best.at_equal_steps)} against {BASE}'s"
+    )
+    facts = (
+        f"after {seconds:g} s a loss {_against(best.loss, base.loss)} against {BASE}'s, in {best.steps / base.steps:.2g} "
+        f"times as many steps, of which each sends {_part(best.bytes_per_step, base.bytes_per_step)} of its bytes"
+        f"{_share(best)}{then}."
+    )
+    if best.loss < above(base.loss, -cut):
+        advice = f"Take {best.strategy}: {facts}"
+    else:
+        advice = (
+            f"Stay with {BASE}: within {seconds:g} s none ends below its loss by more than {_percent(cut)}. The lowest is "
+            f"{best.strategy}: {facts}"
+        )
+    if limit is not None and limit.loss is not None and limit.loss <= above(best.loss, NOTHING_APART):
+        return (
+            f"The losses tell nothing of averaging: {LIMIT}, whose replicas never communicate, ended at {limit.loss:.4f}, "
+            f"within {_percent(NOTHING_APART)} of the best; give more --warm steps, or more --seconds. {advice}"
+        )
+    return advice
+
+
+def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
+    """Of runs that made as many steps: the fastest whose loss is as good."""
     sane = [row for row in others if row.loss is not None]
     if base.loss is None:
-        rest = f"Not so: {', '.join(row.strategy for row in sane)}." if sane else "So did all others."
-        return f"{BASE} itself diverged{_of_seeds(base)}: there is no loss to compare with. {rest}"
-    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, GOOD)]
+        return _nothing_to_choose(base, sane)
+    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, cut_off(base, row))]
     if not good:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
-        return f"No strategy came within {GOOD:.0%} of {BASE}'s loss of {base.loss:.4f}; {rest}."
+        within = max([cut_off(base, row) for row in sane], default=GOOD)
+        return f"No strategy came within {_percent(within)} of {BASE}'s loss of {base.loss:.4f}; {rest}."
     best = min(good, key=lambda row: row.link_ms)
-    share = f", {best.share:.0%} of the rate of a run that never communicates" if best.share else ""
     assert best.loss is not None
     facts = (
         f"a loss {_against(best.loss, base.loss)} against {BASE}'s, at {_part(best.bytes_per_step, base.bytes_per_step)} of "
-        f"its bytes and {base.link_ms / best.link_ms:.2g} times its speed{share}."
+        f"its bytes and {base.link_ms / best.link_ms:.2g} times its speed{_share(best)}."
     )
     noise = max(NOTHING, 2 * math.hypot(best.noise_ms, base.noise_ms) / base.link_ms)
     if best.link_ms < (1 - noise) * base.link_ms:
         advice = f"Take {best.strategy}: {facts}"
     else:
         advice = (
-            f"Stay with {BASE}: none that comes within {GOOD:.0%} of its loss is faster by more than the noise, {noise:.0%}. "
-            f"The fastest of them is {best.strategy}: {facts}"
+            f"Stay with {BASE}: none that comes within {_percent(cut_off(base, best))} of its loss is faster by more than the "
+            f"noise, {noise:.0%}. The fastest of them is {best.strategy}: {facts}"
         )
-    if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, GOOD):
+    if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, cut_off(base, limit)):
         return (
-            f"The losses tell nothing apart: {LIMIT}, whose replicas never communicate, ended within {GOOD:.0%} of {BASE}, "
-            f"too, so this was too short; give more --steps. By speed alone: {advice}"
+            f"The losses tell nothing apart: {LIMIT}, whose replicas never communicate, ended within "
+            f"{_percent(cut_off(base, limit))} of {BASE}, too, so this was too short; give more --steps. "
+            f"By speed alone: {advice}"
         )
     return advice
+
+
+def cut_off(base: Row, row: Row) -> float:
+    """A difference between two losses, as a share, that is none: 2 %, or the spread of either where that is more."""
+    return max(GOOD, base.loss_spread or 0.0, row.loss_spread or 0.0)
+
+
+def _share(row: Row) -> str:
+    if not row.share:
+        return ""
+    if row.share >= TOO_FAST:
+        return ", as fast as a run that never communicates"
+    return f", {row.share:.0%} of the rate of a run that never communicates"
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1):g}%"
+
+
+def _change(ratio: float) -> str:
+    return f"{round(ratio - 1, 3) + 0.0:+.1%}"
 
 
 def _part(part: float, whole: float) -> str:
@@ -84,7 +150,8 @@ def ground(results: Results) -> str:
         f"Machine: {results.machine.get('cores')} cores, {results.machine.get('cpu')}. "
         f"Link: {results.link}{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}. "
         f"Seeds: {', '.join(map(str, seeds))}. "
-        "Equal for all: initial weights, data and its order, steps and samples, optimizer, link and machine. "
-        "Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all workers share "
+        f"Equal for all: initial weights, data and its order, {'time' if results.seconds else 'steps and samples'}, optimizer, "
+        "link and machine. Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all "
+        "workers share "
         f"its cores. Noise: {noise or 'not known'}{'' if over else '; one seed, so nothing is known over seeds'}."
     )

@@ -103,7 +103,8 @@ def onebit_adam(
     """For Adam: momentum in one bit with error feedback, by a second moment that is slow when the warm-up is over.
 
     `beta` is that of Adam's first moment. The second moment comes from the warm-up, which must be long enough for
-    it to settle: a fifth of a run from scratch; from a warm model with its optimizer's state, none. The paper freezes it. Don't clip gradient norms with it (see Momentum).
+    it to settle: a fifth of a run from scratch; from a warm model with its optimizer's state, none. The paper freezes it.
+    Don't clip gradient norms with it: see Momentum.
     Bytes: 2(N-1)/N * 0.141n a step, 1/28 of ddp's; 2(N-1)/N * 1.008n in the warm-up.  Memory: 2n.
     Paper: Tang et al. 2021, arXiv:2102.02888.
     """

@@ -1,0 +1,39 @@
+"""Warm starts: a model that ddp() has trained for some steps, made once and kept, in which every strategy begins."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from laconic.lab.link import Link
+from laconic.lab.workers import Workers
+
+
+def folder() -> Path:
+    """Where warm starts are kept between comparisons; a user may delete it at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / "warm"
+
+
+def ensure(
+    task: str, steps: int, seeds: Iterable[int], workers: int, fingerprint: str | None, say: Callable[[str], object]
+) -> dict[int, str]:
+    """The file of each seed; those that are not there yet are made now, without a link's limit. None for no steps."""
+    if not steps:
+        return {}
+    found = {seed: _path(fingerprint, steps, seed, workers) for seed in sorted(seeds)}
+    missing = {seed: path for seed, path in found.items() if not path.exists()}
+    if missing:
+        folder().mkdir(parents=True, exist_ok=True)
+        jobs = [{"task": task, "seed": seed, "warm": steps, "save": str(path)} for seed, path in missing.items()]
+        with Workers(jobs, workers, Link()) as made:
+            for seed in missing:
+                say(f"warm start, seed {seed}: {steps} steps of ddp() without a limit; kept in {folder()}")
+                made.told(f"the warm start of seed {seed}", lambda facts: None)
+    return {seed: str(path) for seed, path in found.items()}
+
+
+def _path(fingerprint: str | None, steps: int, seed: int, workers: int) -> Path:
+    import torch
+
+    facts = repr((fingerprint, steps, seed, workers, torch.__version__))
+    return folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:20]}.pt"
