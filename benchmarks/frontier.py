@@ -11,7 +11,7 @@ from benchmarks.harness import report
 from benchmarks.simulation import Job, Outcome, Setting, outcomes, percent, tuned
 
 SEEDS, BUDGETS = (0, 1, 2), (4, 8, 16, 32, 64, 128)
-RATES = {"adamw": (2e-3, 4e-3, 8e-3), "sgd": (0.05, 0.1, 0.2, 0.4)}
+RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "sgd": (0.05, 0.1, 0.2, 0.4)}
 SMALL_BATCH = Setting("transformer 470k", 2, 0.0, 320, warm=700)
 LARGE_BATCH = replace(SMALL_BATCH, batch=8)
 SCRATCH = Setting("transformer 470k", 2, 0.0, 1200)
@@ -26,11 +26,9 @@ def methods(setting: Setting) -> dict[str, str]:
     four_bits = "reducer=ErrorFeedback(Quantized(4))"
     two_bits = f"reducer=Momentum(ErrorFeedback(Quantized(2))), warmup={long}, warmup_reducer=ErrorFeedback(Quantized(4))"
     found = {
-        "int8()": "gradients",
         "int4()": "gradients",
         f"powersgd(rank=4, warmup={short})": "gradients",
-        f"ddp({two_bits}, second_moment='slow')": "momentum",
-        f"onebit_adam(warmup={long})": "momentum",
+        f"local_adam(1, warmup={short}, {four_bits})": "local_adam",
         f"local_adam(2, warmup={short}, {four_bits})": "local_adam",
         f"local_adam(2, warmup={short})": "local_adam",
         f"local_adam(warmup={short})": "local_adam",
@@ -38,12 +36,17 @@ def methods(setting: Setting) -> dict[str, str]:
         f"diloco(16, warmup={short}, reducer=Quantized(8))": "diloco",
         "silent()": "",
     }
-    if setting == SMALL_BATCH:
+    if setting in (SMALL_BATCH, DIGITS, DIGITS_SGD):
         found |= {
+            "int8()": "gradients",
             "sign(warmup=0)": "gradients",
             "topk(ratio=0.03, warmup=0)": "gradients",
+            "ddp(reducer=ErrorFeedback(Ternary()), second_moment='slow')": "gradients",
+            f"ddp({two_bits}, second_moment='slow')": "momentum",
+            f"onebit_adam(warmup={long})": "momentum",
             "local_sgd(16)": "averaging",
             "local_sgd(16, moments='average')": "averaging",
+            "diloco(16)": "diloco",
             "diloco(16, outer_lr=1.0, outer_momentum=0.5)": "diloco",
             "sparseloco(16)": "diloco",
             "local_adam(second_moment='local', refresh=0, warmup=0)": "local_adam",

@@ -6,22 +6,25 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-# A second moment that stood still altogether blew up: a parameter that had no gradient for long has next to none, and
-# divides the first gradient that comes by it. By 0.999, torch's default, that first one counts.
-SLOW = 0.999
+# Not 1: a second moment that stood still blew up in one run of two. A parameter that had no gradient for long has next to
+# none, and the first gradient that comes is divided by it, unless that gradient counts.
+SLOW = 0.9999
 LEAST = 0.8  # a gradient that stands for many steps still weighs no more than a fifth: it is one sample
+AGED = 200_000  # steps after which Adam corrects no bias any more, by SLOW either
 
 
 class SecondMoment:
     """Decides by which beta2 torch.optim.Adam and AdamW make their next step; other optimizers are left alone.
 
-    Maths: Adam divides by sqrt(v / (1 - beta2**t)). When beta2 becomes b, v is multiplied once by
-    (1 - b**t) / (1 - beta2**t), so that the divisor is the same before and after; then it moves by 1 - b of each new square.
-    By "slow", b is 0.999 at least. By "shared" that holds in local steps, and in a step whose gradients all ranks average, the
-    first for k steps, b = max(beta2**k, 0.8). All in the optimizer's own code: no copy of v, no work in a step where b stays,
-    and foreach, fused and capturable steps need to know nothing of it. Where beta2 is b already, no bit changes.
+    Maths: Adam divides by sqrt(v / (1 - beta2**t)), and moves v by 1 - beta2 of each new square. By "slow", beta2 is 0.9999 at
+    least. By "shared" that holds in local steps, and in a step whose gradients all ranks average, the first for k steps,
+    it is max(beta2**k, 0.8). By a large beta2, Adam's correction for its start would give each new square a weight of 1 / t,
+    not of 1 - beta2. So v and the first moment are corrected once, when beta2 first changes, and t is set forward by 200,000,
+    where nothing is left to correct; the step that Adam would make stays the same. `release` takes it back.
 
-    A second moment of fewer than 1 / (1 - beta2) steps is not worth sharing yet, and moves as the user set it.
+    All of it is in the optimizer's own code: no copy of v, no work in a step, and foreach, fused and capturable steps
+    need to know nothing of it. Where beta2 is as wanted already, no bit changes. A second moment of fewer than
+    1 / (1 - beta2) steps is not worth sharing yet, and moves as the user set it.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -41,17 +44,19 @@ class SecondMoment:
             wanted = max(own**gap, min(own, LEAST)) if moves else max(own, SLOW) if _settled(optimizer, group, own) else own
             if wanted != now:
                 self._own[place] = own
-                _change(optimizer, group, now, wanted)
+                _use(group, wanted)
+                _age(optimizer, group, now)
 
     def synchronised(self, step: int) -> None:
         """All ranks averaged the gradients of the last of `step` completed steps."""
         self._last = step
 
     def release(self) -> None:
-        """Give every group its own beta2 back."""
+        """Give every group its own beta2 back, and every parameter its own age."""
         for place, optimizer, group in self._groups():
             if place in self._own:
-                _change(optimizer, group, float(group["betas"][1]), self._own.pop(place))
+                _use(group, self._own.pop(place))
+                _rejuvenate(optimizer, group)
 
     def state(self) -> dict[str, Any]:
         """Plain data."""
@@ -76,12 +81,35 @@ def _settled(optimizer: Optimizer, group: Mapping[str, Any], beta2: float) -> bo
     return max(steps, default=0.0) * (1 - beta2) >= 1 - 1e-9
 
 
-def _change(optimizer: Optimizer, group: dict[str, Any], old: float, new: float) -> None:
-    beta1, beta2 = group["betas"]
-    group["betas"] = (beta1, beta2.new_tensor(new) if isinstance(beta2, Tensor) else new)
+def _use(group: dict[str, Any], beta2: float) -> None:
+    beta1, before = group["betas"]
+    group["betas"] = (beta1, before.new_tensor(beta2) if isinstance(before, Tensor) else beta2)
+
+
+def _age(optimizer: Optimizer, group: Mapping[str, Any], beta2: float) -> None:
+    """Correct the moments of each parameter for their start, made by this beta2, and put its step where Adam does not."""
+    for state, steps in _states(optimizer, group):
+        if steps < AGED:
+            _scale(state, 1 / (1 - float(group["betas"][0]) ** steps), 1 / (1 - beta2**steps))
+            state["step"] += AGED
+
+
+def _rejuvenate(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    for state, steps in _states(optimizer, group):
+        if steps > AGED:
+            beta1, beta2 = (float(beta) for beta in group["betas"])
+            _scale(state, 1 - beta1 ** (steps - AGED), 1 - beta2 ** (steps - AGED))
+            state["step"] -= AGED
+
+
+def _scale(state: Mapping[str, Any], first: float, second: float) -> None:
+    for key, factor in (("exp_avg", first), ("exp_avg_sq", second), ("max_exp_avg_sq", second)):
+        if key in state:
+            state[key].mul_(factor)
+
+
+def _states(optimizer: Optimizer, group: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], float]]:
     for parameter in group["params"]:
-        state = optimizer.state.get(parameter, {})
-        steps = float(state.get("step", 0))
-        for key in ("exp_avg_sq", "max_exp_avg_sq"):
-            if steps and key in state:
-                state[key].mul_((1 - new**steps) / (1 - old**steps))
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        if steps := float(state.get("step", 0)):
+            yield state, steps

@@ -129,7 +129,7 @@ class Strategy:
 
     `second_moment` is how Adam's moves when the warm-up is over. An Adam step is not linear in the gradient: a replica that
     divides by the noise of its own few samples, or by that of a coarse code, takes other steps than all together would.
-    "local": each replica's follows its own gradients, as without laconic. "slow": its beta2 is 0.999 at least. "shared": it is
+    "local": each replica's follows its own gradients, as without laconic. "slow": its beta2 is 0.9999 at least. "shared": it is
     slow in local steps, and follows the gradients that all ranks average.
 
     `str()` gives the text it can be made from again. A part that no text can name, such as an instance of a class inside a
