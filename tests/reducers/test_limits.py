@@ -398,3 +398,26 @@ def test_what_a_saved_text_leaves_out() -> None:
     for size, block in ((8, 512), (4, 128)):
         left, right = (mean(laconic.Quantized(size, b), [tensors([(2000,)], 0)]) for b in (None, block))  # type: ignore[arg-type]
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_sparseloco_sends_the_bytes_of_its_paper(world: int) -> None:
+    """Of each 4096 numbers 64 entries of 12 + 2 bits, which is 1/146 of fp32; and, beyond the paper's count, two sizes."""
+    chunks = 32
+    inputs = [tensors([(chunks, 64, 64)], rank) for rank in range(world)]
+    _, ledger = run(laconic.TopK(1 / 64, values="2bit"), inputs, [{} for _ in range(world)], 0)
+    paper = chunks * 64 * (12 + 2) / 8
+    assert round(4 * 4096 * chunks / paper) == 146
+    assert ledger.total.wire_bytes == 2 * (world - 1) / world * (paper + 4 * chunks)
+
+
+def test_two_bits_are_a_sign_and_the_mean_of_the_small_or_of_the_large() -> None:
+    numbers = torch.zeros(64)
+    numbers[[3, 17, 40, 63]] = torch.tensor([1.0, -1.5, 4.0, -5.0])
+    memory: Memory = [{}]
+    results, _ = run(laconic.TopK(4 / 64, chunk=64, values="2bit"), [[numbers]], memory, 0, feedback=True)
+    expected = torch.zeros(64)
+    expected[[3, 17, 40, 63]] = torch.tensor([1.25, -1.25, 4.5, -4.5])
+    assert torch.equal(results[0].mean, expected)
+    assert results[0].error is not None
+    assert torch.equal(results[0].error, numbers - expected)

@@ -68,7 +68,7 @@ AS_IT_COMES = {
     "slowmo": local(Every(12, 0), laconic.SlowMo(0.5, 1.0), moments="auto"),
     "diloco": local(Every(32, 0), laconic.Nesterov(0.7, 0.6)),
     "streaming_diloco": local(Every(32, 0), laconic.Nesterov(0.7, 0.6), laconic.Quantized(8), "keep", 4, 4, 0.5),
-    "sparseloco": local(Every(30, 0), laconic.Adopt(1.0), FED(laconic.TopK(1 / 64), 0.95)),
+    "sparseloco": local(Every(30, 0), laconic.Adopt(1.0), FED(laconic.TopK(1 / 64, values="2bit"), 0.95)),
 }
 
 
@@ -158,7 +158,7 @@ WITH_ARGUMENTS = {
         )
     ),
     f"sparseloco(7, ratio=0.25, decay=0.5, outer_lr=0.75, moments='reset', {LOCAL.replace('reducer=Sign(), ', '')})": lossy(
-        laconic.Adopt(0.75), FED(laconic.TopK(0.25), 0.5)
+        laconic.Adopt(0.75), FED(laconic.TopK(0.25, values="2bit"), 0.5)
     ),
 }
 

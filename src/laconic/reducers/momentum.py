@@ -70,4 +70,4 @@ class Momentum(Reducer):
             handed.copy_(mean).addcmul_(memory, scale, value=-beta).div_(1 - beta)
             replace_if(verdict, memory, mean.to(memory.dtype) / scale)
 
-        return Reduced(handed, None, take, verdict)
+        return Reduced(handed, error, take, verdict)

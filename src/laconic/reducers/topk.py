@@ -1,6 +1,7 @@
 """The largest numbers."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_ratio, finite
 
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TWO_BITS, SHORT = "2bit", 4096  # values of two bits, and the longest piece whose indices take twelve
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,13 @@ class TopK(Reducer):
     largest by magnitude are sent. With two phases each rank owns the pieces of one N-th of the entries: it collects everybody's
     entries of them, adds them to its own numbers as they are, and sends the k largest of each mean to all; the rest is in the
     owner's error. With one phase every rank gathers the entries of all, k of each parameter, and the mean has what any rank
-    sent, divided by N. Biased: wrap it in ErrorFeedback.
-    Bytes: 2(N-1)/N * k * (2 + itemsize of `values`), in an all-to-all and an all-gather, at any N. With one phase (N-1) * 8k in
-    one all-gather, which grows with N: above ratio = 1/N it is more than plain all-reduce.
-    Paper: Aji & Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599.
+    sent, divided by N. Biased: wrap it in ErrorFeedback. With values="2bit" an entry is its sign and one of two sizes: the
+    mean of those of its piece that are below the mean, or of those above it.
+    Bytes: 2(N-1)/N * k * (2 + itemsize of `values`), in an all-to-all and an all-gather, at any N. With "2bit" an entry takes
+    14 bits, of which the index has 12, and a piece 4 bytes. With one phase (N-1) * 8k in one all-gather, which grows with N:
+    above ratio = 1/N it is more than plain all-reduce.
+    Paper: Aji & Heafield 2017, arXiv:1704.05021; Stich et al. 2018, arXiv:1809.07599; 2 bits: Sarfi et al. 2025,
+    arXiv:2508.15706.
 
     >>> import laconic
     >>> str(laconic.ddp(reducer=laconic.TopK(ratio=0.05, values="bf16")))
@@ -44,15 +49,20 @@ class TopK(Reducer):
         checked_ratio(self.ratio)
         if not 8 <= self.chunk <= 1 << 15:
             raise ValueError(f"chunk must be from 8 to 32768 numbers, so that an index takes two bytes, got {self.chunk!r}")
-        if self.values not in VALUES:
-            raise ValueError(f"values must be one of {', '.join(VALUES)}, got {self.values!r}")
+        if self.values not in (*VALUES, TWO_BITS):
+            raise ValueError(f"values must be one of {', '.join(VALUES)}, {TWO_BITS}, got {self.values!r}")
+        if self.values == TWO_BITS and self.chunk > SHORT:
+            raise ValueError(f"with values='2bit', chunk must be at most {SHORT}: an index has 12 bits; got {self.chunk}")
         if self.phases not in (1, 2):
             raise ValueError(f"phases must be 2, or 1 to gather the entries of all ranks, got {self.phases!r}")
+        if self.phases == 1 and self.values != "fp32":
+            raise ValueError(f"with phases=1, values are sent in fp32; got values={self.values!r}")
 
     @classmethod
     def examples(cls) -> Iterator[Self]:
         yield cls(0.1)
         yield cls(0.2, chunk=8, values="bf16")
+        yield cls(0.2, chunk=16, values=TWO_BITS)
         yield cls(0.1, phases=1)
 
     def reduce(self, bucket: Bucket) -> Exchange:
@@ -63,29 +73,30 @@ class TopK(Reducer):
         plan = layout(tuple(view.numel() for view in bucket.views), self.ratio, self.chunk, world)
         if not plan.width:
             return Reduced(flat)
-        dtype, mine, rows = VALUES[self.values], plan.spans[rank], plan.rows[rank]
+        form: Entries = TwoBits(plan) if self.values == TWO_BITS else Values(plan, VALUES[self.values])
+        mine, rows = plan.spans[rank], plan.rows[rank]
         numbers = flat.to(torch.float32, copy=True)
-        sent = Entries.blank(flat, world, plan.width, dtype)
+        sent = flat.new_zeros((world, form.size), dtype=torch.uint8)
         for owner in range(world):
-            sent.pick(owner, numbers, plan.rows[owner])
+            form.pick(sent[owner], numbers, plan.rows[owner])
         total = numbers[mine].clone()  # this rank's own numbers count as they are
         if world > 1:
-            got = Entries((yield AllToAll(sent.message)), plan.width, dtype)
+            got = yield AllToAll(sent)
             for other in range(world):
                 if other != rank:
-                    got.add_to(total, other, rows, mine.start)
+                    form.add_to(total, got[other], rows, mine.start)
             total.mul_(1 / world)
-        chosen = Entries.blank(flat, 1, plan.width, dtype)
-        chosen.pick(0, total, rows, mine.start)
+        chosen = flat.new_zeros((1, form.size), dtype=torch.uint8)
+        form.pick(chosen[0], total, rows, mine.start)
         if world > 1:
-            chosen = Entries((yield AllGather(chosen.message[0])), plan.width, dtype)
+            chosen = yield AllGather(chosen[0])
         mean = torch.zeros_like(numbers)
         for owner in range(world):
-            chosen.add_to(mean, owner, plan.rows[owner])
+            form.add_to(mean, chosen[owner], plan.rows[owner])
         error = None
         if bucket.feedback:
             for owner in range(world):
-                sent.add_to(numbers, owner, plan.rows[owner], weight=-1.0)
+                form.add_to(numbers, sent[owner], plan.rows[owner], weight=-1.0)
             # The mean lacks what its owner left out: as a part of the owner's own numbers, N times as much.
             numbers[mine] = total.sub_(mean[mine]).mul_(world)
             error = numbers.to(flat.dtype)
@@ -127,10 +138,17 @@ class Row(NamedTuple):
     length: int  # of a piece
     kept: int  # entries of a piece
     place: int  # of the first entry in the owner's message
+    first: int  # pieces before it in the owner's message
+    before: int  # groups of four entries before it there
 
     @property
     def stop(self) -> int:
         return self.start + self.pieces * self.length
+
+    @property
+    def fours(self) -> int:
+        """Its groups of four entries, the last of which may have fewer."""
+        return -(-self.pieces * self.kept // 4)
 
 
 class Layout(NamedTuple):
@@ -139,6 +157,8 @@ class Layout(NamedTuple):
     rows: tuple[tuple[Row, ...], ...]  # by owner
     spans: tuple[slice, ...]  # by owner: its numbers
     width: int  # entries of a message; 0: the bucket is empty
+    pieces: int  # of a message
+    fours: int  # of a message
 
 
 @lru_cache(maxsize=1024)
@@ -167,39 +187,100 @@ def layout(sizes: tuple[int, ...], ratio: float, chunk: int, world: int) -> Layo
         if last is not None and (last.stop, last.length) == (first, length):
             rows[owner][-1] = last._replace(pieces=last.pieces + 1)
         else:
-            rows[owner].append(Row(first, 1, length, kept, ends[owner]))
+            so_far = (last.first + last.pieces, last.before + last.fours) if last is not None else (0, 0)
+            rows[owner].append(Row(first, 1, length, kept, ends[owner], *so_far))
         ends[owner] += kept
     spans = [slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0) for mine in rows]
-    width = -(-max(ends) // 2) * 2  # values behind the indices are aligned
-    return Layout(tuple(map(tuple, rows)), tuple(spans), width)
+    lasts = [mine[-1] for mine in rows if mine]
+    count = max((last.first + last.pieces for last in lasts), default=0)
+    fours = max((last.before + last.fours for last in lasts), default=0)
+    return Layout(tuple(map(tuple, rows)), tuple(spans), max(ends), count, fours)
 
 
-class Entries:
-    """Messages, one a row: `width` indices within their pieces, and as many values."""
+class Entries(ABC):
+    """How entries stand in a message of bytes."""
 
-    def __init__(self, message: Tensor, width: int, dtype: torch.dtype) -> None:
-        self.message = message
-        self._index, self._value = message[:, : 2 * width].view(torch.int16), message[:, 2 * width :].view(dtype)
+    size: int  # of a message
 
-    @classmethod
-    def blank(cls, like: Tensor, messages: int, width: int, dtype: torch.dtype) -> Self:
-        """Messages without entries."""
-        return cls(like.new_zeros((messages, width * (2 + dtype.itemsize)), dtype=torch.uint8), width, dtype)
+    @abstractmethod
+    def write(self, message: Tensor, row: Row, index: Tensor, value: Tensor) -> None:
+        """Entries of a row's pieces, a line each."""
 
-    def pick(self, message: int, numbers: Tensor, rows: Sequence[Row], origin: int = 0) -> None:
+    @abstractmethod
+    def read(self, message: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+        """Their indices within the pieces, and their values in fp32."""
+
+    def pick(self, message: Tensor, numbers: Tensor, rows: Sequence[Row], origin: int = 0) -> None:
         """The largest of each piece, into a message; `numbers` begin at `origin` of the bucket."""
         for row in rows:
             pieces = numbers[row.start - origin : row.stop - origin].view(row.pieces, row.length)
             # Not-a-number counts as largest, so that it is sent and everybody learns of it.
             index = pieces.abs().topk(row.kept, dim=1, sorted=False).indices
-            place = slice(row.place, row.place + row.pieces * row.kept)
-            self._index[message, place] = index.view(-1).to(torch.int16)
-            self._value[message, place] = pieces.gather(1, index).view(-1).to(self._value.dtype)
+            self.write(message, row, index, pieces.gather(1, index))
 
-    def add_to(self, numbers: Tensor, message: int, rows: Sequence[Row], origin: int = 0, weight: float = 1.0) -> None:
+    def add_to(self, numbers: Tensor, message: Tensor, rows: Sequence[Row], origin: int = 0, weight: float = 1.0) -> None:
         """Add a message's values where they belong."""
         for row in rows:
-            place, shape = slice(row.place, row.place + row.pieces * row.kept), (row.pieces, row.kept)
-            index, value = self._index[message, place].view(shape), self._value[message, place].view(shape)
+            index, value = self.read(message, row)
             pieces = numbers[row.start - origin : row.stop - origin].view(row.pieces, row.length)
-            pieces.scatter_add_(1, index.long(), value.float().mul_(weight))
+            pieces.scatter_add_(1, index, value.mul_(weight))
+
+
+class Values(Entries):
+    """Indices of two bytes, then values of some type."""
+
+    def __init__(self, plan: Layout, dtype: torch.dtype) -> None:
+        self._width, self._dtype = -(-plan.width // 2) * 2, dtype  # values behind the indices are aligned
+        self.size = self._width * (2 + dtype.itemsize)
+
+    def write(self, message: Tensor, row: Row, index: Tensor, value: Tensor) -> None:
+        place, (indices, values) = self._place(row), self._parts(message)
+        indices[place] = index.view(-1).to(torch.int16)
+        values[place] = value.view(-1).to(self._dtype)
+
+    def read(self, message: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+        place, (indices, values) = self._place(row), self._parts(message)
+        shape = (row.pieces, row.kept)
+        return indices[place].view(shape).long(), values[place].view(shape).to(torch.float32, copy=True)
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        return message[: 2 * self._width].view(torch.int16), message[2 * self._width :].view(self._dtype)
+
+    @staticmethod
+    def _place(row: Row) -> slice:
+        return slice(row.place, row.place + row.pieces * row.kept)
+
+
+class TwoBits(Entries):
+    """Fourteen bits an entry, four entries in seven bytes: index, sign, and which of two sizes. Then the sizes, in bf16."""
+
+    def __init__(self, plan: Layout) -> None:
+        self._codes = -(-7 * plan.fours // 2) * 2  # bytes; what stands behind them is aligned
+        self.size = self._codes + 4 * plan.pieces
+
+    def write(self, message: Tensor, row: Row, index: Tensor, value: Tensor) -> None:
+        sizes = value.abs()
+        large = sizes >= sizes.mean(1, keepdim=True)
+        means = [(sizes * which).sum(1) / which.sum(1).clamp_min(1) for which in (large.logical_not(), large)]
+        self._sizes(message, row)[:] = torch.stack(means, 1).to(torch.bfloat16)
+        code = index | large.long() << 12 | (value < 0).long() << 13
+        codes = message.new_zeros(4 * row.fours, dtype=torch.int64)
+        codes[: code.numel()] = code.view(-1)
+        shifts = torch.arange(0, 56, 14, device=message.device)
+        words = (codes.view(-1, 4) << shifts).sum(1)
+        self._bytes(message, row)[:] = words.view(torch.uint8).view(-1, 8)[:, :7]
+
+    def read(self, message: Tensor, row: Row) -> tuple[Tensor, Tensor]:
+        eights = message.new_zeros((row.fours, 8))
+        eights[:, :7] = self._bytes(message, row)
+        shifts = torch.arange(0, 56, 14, device=message.device)
+        codes = (eights.view(torch.int64) >> shifts).view(-1)[: row.pieces * row.kept].view(row.pieces, row.kept) & 0x3FFF
+        sizes = self._sizes(message, row).float().gather(1, codes >> 12 & 1)
+        return codes & 0xFFF, torch.where((codes >> 13).bool(), -sizes, sizes)
+
+    def _bytes(self, message: Tensor, row: Row) -> Tensor:
+        return message[7 * row.before : 7 * (row.before + row.fours)].view(-1, 7)
+
+    def _sizes(self, message: Tensor, row: Row) -> Tensor:
+        start = self._codes + 4 * row.first
+        return message[start : start + 4 * row.pieces].view(torch.bfloat16).view(-1, 2)

@@ -323,11 +323,11 @@ def sparseloco(
     """DiLoCo that sends the largest entries of the deltas; error feedback takes the place of the outer momentum.
 
     `outer` is any other outer optimizer instead of outer_lr.
-    Entries are picked by chunks of at most 4096, as in the paper. They are sent in fp32, where the paper sends 2 bits, and in
-    two phases, where the paper gathers them.
-    Bytes: 2(N-1)/N * 6 * ratio * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
+    As in the paper, entries are picked by chunks of at most 4096 and sent in 14 bits: 12 of index, 2 of value. They travel
+    in two phases, where the paper gathers them, so that bytes don't grow with the world.
+    Bytes: 2(N-1)/N * (14/8 * ratio + 4/4096) * n / period a step.  Memory: 2n.  Paper: Sarfi et al. 2025, arXiv:2508.15706.
     """
-    reducer = ErrorFeedback(TopK(ratio), decay)
+    reducer = ErrorFeedback(TopK(ratio, values="2bit"), decay)
     chosen = _either(outer, _outer(outer_lr, 0.0), Adopt(), "outer_lr")
     schedule = _schedule(period, warmup)
     averaging = _averaging(schedule, reducer, buffers, moments, chosen, offload=offload, outlier=outlier)
