@@ -19,17 +19,19 @@ from laconic.comm.ledger import Ledger
 from laconic.reducers.base import Reducer
 from tests.live import last_ranks, ranks
 
-SHAPES = [(128, 384), (384,), (128, 128), (128,)]  # the attention of a small transformer
+SHAPES = [(512, 1536), (1536,), (512, 512), (512,)]  # an attention: 4 MB, as much as 256 ranks can share without crumbs
 REDUCERS: dict[str, Reducer] = {
     "Exact()": laconic.Exact(),
     "Quantized(8)": laconic.Quantized(8),
     "Quantized(4)": laconic.Quantized(4),
     "Quantized(2)": laconic.Quantized(2),
     "PowerSGD(4)": laconic.PowerSGD(4),
+    "Ternary()": laconic.Ternary(),
     "Sign()": laconic.Sign(),
     "Sign(phases=1)": laconic.Sign(phases=1),
     "TopK(0.01)": laconic.TopK(0.01),
     "TopK(0.01, values='fp16')": laconic.TopK(0.01, values="fp16"),
+    "TopK(0.01, values='2bit')": laconic.TopK(0.01, values="2bit"),
     "TopK(0.01, phases=1)": laconic.TopK(0.01, phases=1),
 }
 PROCESSES, SIMULATED = [2, 4, 8], [16, 64, 256]

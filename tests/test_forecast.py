@@ -27,6 +27,8 @@ WARM = [
     "post_local_sgd(4, 3, subgroup='node')",
     "hierarchical_sgd({2: 'node', 4: 'world'}, warmup=3)",
     "slowmo(QSR(2, 0.1), warmup=3)",
+    "local_adam(3, warmup=4, refresh=5)",
+    "onebit_adam(warmup=3)",
 ]
 
 
@@ -166,7 +168,7 @@ def test_a_prediction_over_the_end_of_a_warm_up_is_the_sum_of_its_steps(text: st
     for end in (warmup, warmup + 1, steps):
         assert laconic.predict(text, model, world_size=4, step=0, steps=end, sizes=SIZES) == sum(single[:end], Traffic()), end
     plain = laconic.predict("ddp()", model, world_size=4)
-    if "before" not in text:
+    if "before" not in text and "adam" not in text:  # those warm up in fewer bits
         assert all(found == plain for found in single[:warmup]), "a warm-up is plain all-reduce to its last step"
     assert single[warmup] != plain, "and not one step longer"
 

@@ -16,6 +16,7 @@ from plotly.subplots import make_subplots
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks/results"
 OURS, THEIRS, LIMIT = "#1f5fa8", "#b3b3b3", "#d9d9d9"
+COLOURS = ("#b3b3b3", "#1f5fa8", "#c0562f", "#4d8b5a", "#8a5fa8", "#c9a227")  # of families, one each
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -101,6 +102,35 @@ def compressors() -> go.Figure:
     return figure.update_layout(title="Compressing 19 MB of gradients, 2 processes, one core each", height=760, width=1000)
 
 
+def frontier() -> go.Figure:
+    found = [row for row in rows("frontier") if row["family"]]
+    settings = [name for name in dict.fromkeys(row["setting"] for row in found) if name.startswith("transformer")]
+    figure = make_subplots(1, len(settings), subplot_titles=[name.replace(", adamw", "<br>adamw") for name in settings])
+    colours = dict(zip(dict.fromkeys(row["family"] for row in found), COLOURS, strict=False))
+    for place, setting in enumerate(settings, 1):
+        for family, colour in colours.items():
+            points = [row for row in found if (row["setting"], row["family"]) == (setting, family)]
+            points.sort(key=lambda row: float(row["bytes"].split("/")[1]))
+            losses = [[float(part) for part in row["above ddp, %"].split(" ± ")] for row in points]
+            figure.add_scatter(
+                x=[float(row["bytes"].split("/")[1]) for row in points],
+                y=[mean for mean, _ in losses],
+                error_y={"array": [spread for _, spread in losses], "thickness": 1},
+                text=[row["strategy"] for row in points],
+                name=family,
+                mode="lines+markers" if family == "local_adam" else "markers",
+                line_color=colour,
+                legendgroup=family,
+                showlegend=place == 1,
+                row=1,
+                col=place,
+            )
+    figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128])
+    figure.update_yaxes(title="loss above ddp's, %", col=1)
+    figure.update_yaxes(range=[-0.5, 5])
+    return figure.update_layout(title="What each budget of bytes buys, with AdamW", height=440, width=1200)
+
+
 def averaging() -> go.Figure:
     found = [row for row in rows("averaging_cost") if row["who"] != "torch"][::-1]
     names = [f"{row['who']}: {row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}" for row in found]
@@ -140,7 +170,7 @@ def main() -> None:
         raise SystemExit("pictures need Chromium: apt install chromium")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for draw in (rates, learning, growth, compressors, averaging, startup):
+        for draw in (rates, learning, frontier, growth, compressors, averaging, startup):
             try:
                 figure = draw()
             except FileNotFoundError as error:

@@ -74,6 +74,10 @@ LIMITS = [
     ("diloco(3, offload=True)", "diloco(3)", adam, True),
     ("local_sgd(4, moments='average')", "local_sgd(4, moments={'exp_avg': 4, 'exp_avg_sq': 4})", adam, True),
     ("local_sgd(period=QSR(base=3, alpha=1e-9))", "local_sgd(3)", adam, True),
+    ("local_adam(3, warmup=0, refresh=0, reducer=Exact(), second_moment='local')", "local_sgd(3)", adam, False),
+    ("local_adam(1, warmup=0, refresh=1, reducer=Exact(), warmup_reducer=Exact())", None, adam, False),
+    ("local_adam(3, warmup=100, warmup_reducer=Exact())", None, adam, True),
+    ("ddp(reducer=Momentum(Exact()))", None, momentum, False),
 ]  # fmt: skip
 
 

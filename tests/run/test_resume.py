@@ -22,13 +22,14 @@ REDUCERS = [
     "Exact()", "Cast('bf16')", "Quantized(8)", "ErrorFeedback(Quantized(4))", "ErrorFeedback(PowerSGD(2))",
     "ErrorFeedback(TopK(0.05))", "ErrorFeedback(Sign())", "ErrorFeedback(RandomK(0.1))",
     "ErrorFeedback(AlternatingPowerSGD(2))", "Quantized(4, block=16, rounding='stochastic')", "Float8()",
-    "ErrorFeedback(BatchedPowerSGD(1))",
+    "ErrorFeedback(BatchedPowerSGD(1))", "ErrorFeedback(Ternary())", "Momentum(ErrorFeedback(Sign()))",
+    "ErrorFeedback(TopK(0.05, values='2bit'))",
 ]  # fmt: skip
 RECIPES = [
     "ddp(reducer={})", "diloco(4, reducer={})", "streaming_diloco(4, fragments=2, delay=2, reducer={})",
     "slowmo(5, reducer={})", "local_sgd(3, reducer={})", "post_local_sgd(warmup=2, period=3)",
     "hierarchical_sgd({{2: 2, 4: 'world'}})", "local_sgd(period=QSR(base=2, alpha=0.1), moments='average')",
-    "sparseloco(4)", "powersgd(rank=2, warmup=3)", "silent()",
+    "sparseloco(4)", "powersgd(rank=2, warmup=3)", "silent()", "local_adam(3, warmup=2, refresh=4)", "onebit_adam(warmup=3)",
 ]  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def matrix() -> list[str]:
 
 def started(text: str, scaled: bool) -> tuple[Any, Any, Any]:
     model = build(chain)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.5))  # a second moment that is worth sharing soon
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3) if scaled else None
     return model, optimizer, laconic.attach(model, optimizer, text, scaler=scaler)
 
