@@ -147,7 +147,7 @@ def _command(
     """What a person would type to run the same comparison again."""
     from shlex import join
 
-    length = ["--steps", str(steps)] if seconds is None else ["--seconds", f"{seconds:g}"]
+    length = ["--steps", str(steps)] if seconds is None else ["--seconds", f"{seconds!r}"]
     words = ["laconic", "compare", task, *(word for text in chosen for word in ("-s", text))]
     words += ["--workers", str(workers), "--link", link, *length, *(["--warm", str(warm)] if warm is not None else [])]
     return join([*words, "--out", str(out)])

@@ -81,14 +81,16 @@ def test_equal_time_from_a_warm_start_that_is_made_once(tmp_path: Path, monkeypa
     assert all(run["curve"][-1][0] == run["steps"] for run in data["runs"])
     words = " ".join(done.stdout.split())
     assert "after 1 s a loss" in words
-    assert (
-        "for three seeds: laconic compare digits -s 'bf16()' --workers 2 --link none --seconds 1 --warm 12 --out out" in words
-    )
+    assert "seeds: laconic compare digits -s 'bf16()' --workers 2 --link none --seconds 1.0 --warm 12 --out out" in words
     (kept,) = (tmp_path / "cache/laconic/warm").iterdir()
     before = kept.stat().st_mtime_ns
     again = laconic(*asked, "--out", "again", "--seeds", "1", folder=tmp_path)
     assert "warm start" not in again.stdout
     assert kept.stat().st_mtime_ns == before
+    kept.write_bytes(b"damaged")
+    damaged = laconic(*asked, "--out", "third", folder=tmp_path)
+    assert damaged.exit_code == 1
+    assert f"the warm start {kept} can't be used" in damaged.stderr
     both = laconic(*asked, "--steps", "20", folder=tmp_path)
     assert both.exit_code == 1
     assert "give one of them" in both.stderr

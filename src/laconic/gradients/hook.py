@@ -36,6 +36,7 @@ class _Arrived(NamedTuple):
     exchange: PendingExchange[Reduced]
     future: Future[Tensor]
     numbers: int
+    scale: float | Tensor | None  # what the mean is to be multiplied by
 
 
 class GradientHook:
@@ -63,6 +64,7 @@ class GradientHook:
         self.group = group  # read at every bucket; changed from outside, between steps
         self.step = 0  # the run's clock, set from outside
         self.scale: Callable[[], float | Tensor] = _one  # what the loss is multiplied by
+        self.unscaled = False  # ranks may have different loss scales: gradients travel without them
         self.strategy = ""  # what a person calls it, in errors
         self.exchanges = 0  # of all gradients, so far
         self.inspector = Inspector()
@@ -101,7 +103,8 @@ class GradientHook:
             rounds = self.inspector.inspect(self.reducer.reduce, bucket)
             exchange = self._pipeline.add(number, rounds, last=gradients.is_last())
             future = new_future(bucket.flat.device)
-            self._arrived.append(_Arrived(exchange, future, bucket.flat.numel()))
+            scale = self.scale() if self.unscaled else None
+            self._arrived.append(_Arrived(exchange, future, bucket.flat.numel(), scale))
             if gradients.is_last():
                 self._finish()
         except Exception as error:
@@ -147,7 +150,7 @@ class GradientHook:
         _share_verdict(results)
         for arrived, result in zip(self._arrived, results, strict=True):
             result.finish()
-            arrived.future.set_result(result.mean)
+            arrived.future.set_result(result.mean if arrived.scale is None else result.mean.mul_(arrived.scale))
         del self._layouts[len(self._arrived) :]
         self._arrived, self._last = [], -1
         self.exchanges += 1
@@ -165,6 +168,8 @@ class GradientHook:
         elif gradients.is_last():
             del self._layouts[number + 1 :]
         layout, group = self._layouts[number], self.group
+        if self.unscaled:
+            flat.div_(self.scale())
         return Bucket(
             flat,
             gradients.gradients(),
@@ -174,7 +179,7 @@ class GradientHook:
             group.world,
             self.step,
             self.exchanges,
-            self.scale(),
+            1.0 if self.unscaled else self.scale(),
         )
 
 

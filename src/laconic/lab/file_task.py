@@ -78,9 +78,9 @@ class FileTask:
         if not hasattr(self._module, "schedule"):
             return None
         schedule = self._module.schedule(optimizer, steps)
-        if not callable(getattr(schedule, "step", None)):
-            raise self._wrong("schedule(optimizer, steps)", "a learning-rate scheduler, with a step()", schedule)
-        found: LRScheduler = schedule
+        if schedule is not None and not callable(getattr(schedule, "step", None)):
+            raise self._wrong("schedule(optimizer, steps)", "a learning-rate scheduler, with a step(), or None", schedule)
+        found: LRScheduler | None = schedule
         return found
 
     def warm(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -20,7 +20,8 @@ def ensure(
     """The file of each seed; those that are not there yet are made now, without a link's limit. None for no steps."""
     if not steps:
         return {}
-    found = {seed: _path(fingerprint, steps, seed, workers) for seed in sorted(seeds)}
+    facts = (task, fingerprint, _beside(task), steps, workers)
+    found = {seed: _path(*facts, seed) for seed in sorted(seeds)}
     missing = {seed: path for seed, path in found.items() if not path.exists()}
     if missing:
         folder().mkdir(parents=True, exist_ok=True)
@@ -32,8 +33,13 @@ def ensure(
     return {seed: str(path) for seed, path in found.items()}
 
 
-def _path(fingerprint: str | None, steps: int, seed: int, workers: int) -> Path:
+def _beside(task: str) -> str:
+    """The Python files in the folder of a user's task: it may import them."""
+    files = sorted(Path(task).parent.glob("*.py")) if task.endswith(".py") else []
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _path(*facts: object) -> Path:
     import torch
 
-    facts = repr((fingerprint, steps, seed, workers, torch.__version__))
-    return folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:20]}.pt"
+    return folder() / f"{hashlib.sha256(repr((*facts, torch.__version__)).encode()).hexdigest()[:20]}.pt"

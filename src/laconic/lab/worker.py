@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -17,10 +18,11 @@ from torch.optim import Optimizer
 
 import laconic
 from laconic.lab import tasks
-from laconic.lab.file_task import blame
+from laconic.lab.file_task import TaskError, blame
 from laconic.lab.link import sent_bytes
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
+PACED, MOST_PACED = 6, 512  # steps by which the pace of a run is judged: at first, and at most
 OTHER_DATA = 1_000_003  # added to a seed, for steps that are no part of a run: it must not see their batches again
 LINE_PREFIX = "laconic-lab"  # begins the lines that are meant for the lab
 
@@ -46,9 +48,13 @@ def build(job: Mapping[str, Any]) -> Trainee:
     optimizer = task.optimizer(model)
     task.warm(model.module, optimizer)
     if job.get("start"):
-        state = torch.load(job["start"])
-        model.module.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        try:
+            state = torch.load(job["start"])
+            model.module.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        except Exception as error:  # whatever a damaged file leads to
+            said = f"the warm start {job['start']} can't be used ({type(error).__name__}: {error}); delete it, and run again"
+            raise TaskError(said) from error
     return Trainee(task, model, optimizer)
 
 
@@ -79,30 +85,42 @@ def warm_up(job: Mapping[str, Any]) -> None:
 
 def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
     """As many steps as take `job["seconds"]`, by the pace of some that are made for that alone; then all is as it was."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer, strategy = trainee.model, trainee.optimizer, laconic.strategy(job["strategy"])
     kept = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
-    batches = trainee.task.batches(rank, world, job["seed"] + OTHER_DATA)
-    first, then = max(job["warmup"], strategy.warmup), min(max(12, 2 * (strategy.cycle or 1)), 32)
-    marks: list[float] = []
-    with laconic.attach(model, optimizer, job["strategy"]):
-        for number in range(first + then):
-            if number in (job["warmup"], first):
-                dist.barrier()
-            marks.append(time.perf_counter())
+    batches = trainee.task.batches(dist.get_rank(), dist.get_world_size(), job["seed"] + OTHER_DATA)
+
+    def pace(steps: int) -> float:
+        """Seconds a step, of so many more; the first worker's, on all."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
             step(trainee, next(batches))
         dist.barrier()
-        marks.append(time.perf_counter())
+        took = torch.tensor([(time.perf_counter() - start) / steps], dtype=torch.float64)
+        dist.broadcast(took, 0)
+        return took.item()
+
+    with laconic.attach(model, optimizer, job["strategy"]):
+        pace(job["warmup"])  # untimed in the run, too
+        early, made = pace(PACED), job["warmup"] + PACED
+        warm = max(0, strategy.warmup - job["warmup"])  # timed steps of a warm-up of the strategy's own
+        count: float = job["seconds"] / early
+        if count > warm:
+            if strategy.warmup > made:
+                pace(strategy.warmup - made)
+            fitting = job["seconds"] / early - warm
+            later = pace(_whole_periods(strategy, max(1, min(int(fitting), MOST_PACED))))
+            count = warm + (job["seconds"] - warm * early) / later
     model.module.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
-    later = (marks[-1] - marks[first]) / then
-    slow = strategy.warmup - job["warmup"]  # steps of a warm-up of the strategy's own that are timed
-    early = (marks[first] - marks[job["warmup"]]) / slow if slow > 0 else later
-    left = job["seconds"] - max(0, slow) * early
-    count = max(0, slow) + left / later if left > 0 else job["seconds"] / early
-    agreed = torch.tensor([max(10, job["warmup"] + round(count))])
-    dist.broadcast(agreed, 0)
-    return int(agreed)
+    return max(10, int(job["warmup"]) + round(count))
+
+
+def _whole_periods(strategy: laconic.Strategy, most: int) -> int:
+    """Steps in which as much is sent as in the long run: whole periods, of 12 steps or more; or `most`, if that is fewer."""
+    schedules = strategy.averaging.route.schedules if strategy.averaging else []
+    period = math.lcm(*(schedule.cycle or schedule.fixed_period or 1 for schedule in schedules))
+    return min(most, -(-12 // period) * period)
 
 
 def train(job: Mapping[str, Any]) -> None:

@@ -26,12 +26,14 @@ def verdict(results: Results) -> str:
         f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
     )
     predicted = " Speeds are PREDICTED for that link." if results.link_note else ""
-    hint = "" if base.seeds > 1 else f" One seed: a hint, not a verdict{_command(results)}."
+    if results.link_note and results.seconds is not None:
+        predicted = " Steps and losses are of the time without that link, speeds are PREDICTED for it."
+    hint = "" if base.seeds > 1 else f" One seed: a hint, not a verdict.{_command(results)}"
     return f"{choice} Measured on {measured}.{predicted}{hint}"
 
 
 def _command(results: Results) -> str:
-    return f"; for three seeds: {results.command} --seeds 3 --resume" if results.command else "; give --seeds 3"
+    return f" For three seeds:\n{results.command} --seeds 3 --resume" if results.command else " Give --seeds 3."
 
 
 def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
@@ -42,8 +44,10 @@ def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
 def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
     """Of runs that had the same time: the lowest loss."""
     sane = [row for row in others if row.loss is not None]
-    if base.loss is None or not sane:
+    if base.loss is None:
         return _nothing_to_choose(base, sane)
+    if not sane:
+        return f"Stay with {BASE}: all others diverged."
     best = min(sane, key=lambda row: row.loss or 0.0)
     assert best.loss is not None
     cut = cut_off(base, best)
@@ -62,10 +66,11 @@ def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) ->
             f"Stay with {BASE}: within {seconds:g} s none ends below its loss by more than {_percent(cut)}. The lowest is "
             f"{best.strategy}: {facts}"
         )
-    if limit is not None and limit.loss is not None and limit.loss <= above(best.loss, NOTHING_APART):
+    lowest = min(best.loss, base.loss)
+    if limit is not None and limit.loss is not None and limit.loss <= above(lowest, NOTHING_APART):
         return (
-            f"The losses tell nothing of averaging: {LIMIT}, whose replicas never communicate, ended at {limit.loss:.4f}, "
-            f"within {_percent(NOTHING_APART)} of the best; give more --warm steps, or more --seconds. {advice}"
+            f"The losses tell nothing of averaging: {LIMIT}, whose replicas never communicate, ended at {limit.loss:.4f}, and "
+            f"the best of the others at {lowest:.4f}; give more --warm steps, or more --seconds. {advice}"
         )
     return advice
 

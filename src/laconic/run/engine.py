@@ -101,9 +101,9 @@ class Engine:
         step = self.presence.step = self.clock.step
         group = self._partners(step)
         kind = self.strategy.second_moment if step >= self.strategy.warmup else "local"
-        self.second_moment.prepare(kind, step, synchronous=group is self.group)
+        self.second_moment.prepare(kind, step, synchronous=self._all_average(group))
         if self.hook is not None:
-            self.hook.step = step
+            self.hook.step, self.hook.unscaled = step, self._scales_differ and self._replicas_apart(step)
             if (group or self.group) != self.hook.group:
                 self.hook.use(self.hook.reducer, group or self.group)
             self._dispatcher.muted = group is None
@@ -113,21 +113,30 @@ class Engine:
         """Who averages gradients with this rank in the step after `step` completed ones."""
         return self.groups.at(self.strategy.route.at(step))
 
+    def _all_average(self, partners: TorchGroup | None) -> bool:
+        return partners is not None and partners.world == self.group.world
+
     def _replicas_apart(self, step: int) -> bool:
-        """Whether `step` completed steps are more than the warm-up of local updates."""
-        return self.strategy.averaging is not None and step >= self.strategy.averaging.start
+        """Whether ranks may differ, by their parameters or their optimizers' memory, after `step` completed steps."""
+        return self._first_apart is not None and step > self._first_apart
+
+    @property
+    def _scales_differ(self) -> bool:
+        """Whether a loss scale may move on one rank alone."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def _steps_apart(self, step: int) -> bool:
         """Whether the step after `step` completed ones may differ between ranks: by gradients, or by the optimizers' memory."""
-        partners = self._partners(step)
-        return (partners.world if partners else 1) < self.group.world or (self._replicas_apart(step) and self.group.world > 1)
+        if self.group.world == 1:
+            return False
+        return not self._all_average(self._partners(step)) or self._replicas_apart(step)
 
     def _after_step(self) -> None:
         step = self.presence.step = self.clock.step
         self.counter.step()
         if self.order is not None and self.hook is not None and self.hook.exchanges:
             self.order.settle()
-        if self._partners(step - 1) is self.group:
+        if self._all_average(self._partners(step - 1)):
             self.second_moment.synchronised(step)
         if self._steps_apart(step - 1):
             self.local.drift()
@@ -337,6 +346,9 @@ class Engine:
 
     def new_local_updates(self) -> LocalUpdates:
         """Averaging between steps by the strategy of now, from this step on."""
+        start = self.strategy.averaging.start if self.strategy.averaging else 0
+        steps = range(start, start + (self.strategy.cycle or 1))
+        self._first_apart = next((step for step in steps if not self._all_average(self._partners(step))), None)
         return LocalUpdates(
             self.strategy.averaging or Averaging(silent()),
             self.parameters,

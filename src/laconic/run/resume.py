@@ -77,6 +77,8 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
             switch_to(engine, wanted)
     else:
         _load(engine, without_averaging(state, str(wanted)))
+        engine.second_moment.release()
+        engine.begin_step()
         engine.local.drift()
         with engine.during("making replicas equal"):
             if engine.agree_on_drift():

@@ -9,8 +9,11 @@ from torch.optim import Adam, Optimizer
 # Not 1: a second moment that stood still blew up in one run of two. A parameter that had no gradient for long has next to
 # none, and the first gradient that comes is divided by it, unless that gradient counts.
 SLOW = 0.9999
+OWN = (
+    "laconic_beta2"  # the key of a parameter group, while its beta2 is held at another, for the user's own: it is saved with it
+)
 LEAST = 0.8  # a gradient that stands for many steps still weighs no more than a fifth: it is one sample
-AGED = 200_000  # steps after which Adam corrects no bias any more, by SLOW either
+AGED = 1 << 23  # added to a step count: there Adam corrects no bias any more, and fp32 still counts one by one
 
 
 class SecondMoment:
@@ -19,7 +22,7 @@ class SecondMoment:
     Maths: Adam divides by sqrt(v / (1 - beta2**t)), and moves v by 1 - beta2 of each new square. By "slow", beta2 is 0.9999 at
     least. By "shared" that holds in local steps, and in a step whose gradients all ranks average, the first for k steps,
     it is max(beta2**k, 0.8). By a large beta2, Adam's correction for its start would give each new square a weight of 1 / t,
-    not of 1 - beta2. So v and the first moment are corrected once, when beta2 first changes, and t is set forward by 200,000,
+    not of 1 - beta2. So v and the first moment are corrected once, when beta2 first changes, and t is set forward by 2**23,
     where nothing is left to correct; the step that Adam would make stays the same. `release` takes it back.
 
     All of it is in the optimizer's own code: no copy of v, no work in a step, and foreach, fused and capturable steps
@@ -29,7 +32,6 @@ class SecondMoment:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
-        self._own: dict[tuple[int, int], float] = {}  # the user's beta2, by the numbers of optimizer and group
         self._last: int | None = None  # steps that were complete after the last one that all ranks averaged
 
     def prepare(self, kind: str, step: int, *, synchronous: bool) -> None:
@@ -38,14 +40,17 @@ class SecondMoment:
             return
         moves = synchronous and kind == "shared"
         gap = 1 if self._last is None else step + 1 - self._last
-        for place, optimizer, group in self._groups():
+        for optimizer, group in self._groups():
             now = float(group["betas"][1])
-            own = self._own.get(place, now)
-            wanted = max(own**gap, min(own, LEAST)) if moves else max(own, SLOW) if _settled(optimizer, group, own) else own
+            own = float(group.get(OWN, now))
+            if not _settled(optimizer, group, own):
+                wanted = own
+            else:
+                wanted = max(own**gap, min(own, LEAST)) if moves else max(own, SLOW)
             if wanted != now:
-                self._own[place] = own
-                _use(group, wanted)
+                group[OWN] = own
                 _age(optimizer, group, now)
+                _use(group, wanted)
 
     def synchronised(self, step: int) -> None:
         """All ranks averaged the gradients of the last of `step` completed steps."""
@@ -53,32 +58,32 @@ class SecondMoment:
 
     def release(self) -> None:
         """Give every group its own beta2 back, and every parameter its own age."""
-        for place, optimizer, group in self._groups():
-            if place in self._own:
-                _use(group, self._own.pop(place))
+        self._last = None
+        for optimizer, group in self._groups():
+            if OWN in group:
+                _age(optimizer, group, float(group["betas"][1]))  # those that had no gradient before beta2 was held
+                _use(group, float(group.pop(OWN)))
                 _rejuvenate(optimizer, group)
 
     def state(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"last": self._last, "own": [[*place, beta2] for place, beta2 in self._own.items()]}
+        """Plain data. Which decays are held, and what they were, is in the optimizers' own state."""
+        return {"last": self._last}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Which decays are the user's. Those of now are in the optimizers' own state."""
+        """Go on where `state` was taken."""
         self._last = state["last"]
-        self._own = {(int(optimizer), int(group)): float(beta2) for optimizer, group, beta2 in state["own"]}
 
-    def _groups(self) -> Iterator[tuple[tuple[int, int], Optimizer, dict[str, Any]]]:
-        for number, optimizer in enumerate(self._optimizers):
+    def _groups(self) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+        for optimizer in self._optimizers:
             if isinstance(optimizer, Adam):
-                for index, group in enumerate(optimizer.param_groups):
-                    yield (number, index), optimizer, group
+                for group in optimizer.param_groups:
+                    yield optimizer, group
 
 
 def _settled(optimizer: Optimizer, group: Mapping[str, Any], beta2: float) -> bool:
-    if float(group["betas"][1]) != beta2:  # held already
-        return True
-    steps = [float(optimizer.state[parameter].get("step", 0)) for parameter in group["params"] if parameter in optimizer.state]
-    return max(steps, default=0.0) * (1 - beta2) >= 1 - 1e-9
+    """Whether its second moment has seen 1 / (1 - beta2) steps: the first parameter speaks for all."""
+    steps = next((float(optimizer.state[p].get("step", 0)) for p in group["params"] if p in optimizer.state), 0.0)
+    return OWN in group or steps * (1 - beta2) >= 1 - 1e-9
 
 
 def _use(group: dict[str, Any], beta2: float) -> None:

@@ -25,7 +25,7 @@ class State(NamedTuple):
     local: dict[str, Any]  # what averaging between steps keeps
     counts: Counts  # of the run until then; none, in a state of before there were any
     whose: dict[str, Memory]  # whose each key of the reducers' memory is, as the reducers declared it
-    second_moment: dict[str, Any]  # the user's own decays of Adam's, where they are held at another
+    second_moment: dict[str, Any]  # when all ranks last averaged gradients
 
 
 def upgraded(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -64,8 +64,7 @@ def checked(
         counts = Counts.load(state["counts"]) if "counts" in state else Counts()
         promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
         whose = {str(key): _checked_owner(value) for key, value in state["whose"].items()}
-        second = state.get("second_moment", {"last": None, "own": []})  # a state from before there was one
-        second = {"last": second["last"], "own": [[float(number) for number in row] for row in second["own"]]}
+        second = {"last": state.get("second_moment", {"last": None})["last"]}  # a state from before there was one has none
         if local["deltas"] is not None:
             _check_deltas(local["deltas"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
