@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def table(results: records.Results, file: Path) -> None:
-    console = Console(record=True, width=150, file=io.StringIO())
+    console = Console(record=True, width=160, file=io.StringIO())
     terminal.show(results, console)
     console.save_svg(str(file), title="laconic compare")
 

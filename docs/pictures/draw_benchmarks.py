@@ -118,16 +118,16 @@ def frontier() -> go.Figure:
                 error_y={"array": [spread for _, spread in losses], "thickness": 1},
                 text=[row["strategy"] for row in points],
                 name=family,
-                mode="lines+markers" if family == "local_adam" else "markers",
-                line_color=colour,
+                mode="markers",
+                marker={"color": colour, "size": 9},
                 legendgroup=family,
                 showlegend=place == 1,
                 row=1,
                 col=place,
             )
-    figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128])
+    figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128], range=[0.5, 2.2])
     figure.update_yaxes(title="loss above ddp's, %", col=1)
-    figure.update_yaxes(range=[-0.5, 5])
+    figure.update_yaxes(range=[-0.5, 3])
     return figure.update_layout(title="What each budget of bytes buys, with AdamW", height=440, width=1200)
 
 
