@@ -163,38 +163,41 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layout(sizes: tuple[int, ...], ratio: float, chunk: int, world: int) -> Layout:
-    """Pieces in the order of the bucket; a piece belongs to the rank in whose N-th of all entries it begins.
+    """Each rank owns one N-th of the bucket, in equal pieces of at most `chunk` numbers that cross no parameter.
 
-    Where ranks are many, pieces are shorter than `chunk`, so that each rank has some to own; never so short that one entry of
-    each would be more than the ratio asks for.
+    Where ranks are many, some own nothing: a rank's part is never so small that one entry of it is more than the ratio asks.
     """
-    pieces: list[tuple[int, int, int]] = []  # start, length, entries
-    limit = max(1, min(chunk, max(-(-sum(sizes) // world), math.ceil(1 / ratio))))
+    count = sum(sizes)
+    part = max(1, -(-count // world), math.ceil(1 / ratio))
+    rows: list[list[Row]] = [[] for _ in range(world)]
+    ends = [0] * world
     start = 0
     for size in sizes:
-        length = -(-size // max(1, -(-size // limit)))
-        for first in range(start, start + size, max(1, length)):
-            whole = min(length, start + size - first)
-            pieces.append((first, whole, max(1, math.ceil(ratio * whole))))
-        start += size
-    entries = sum(kept for _, _, kept in pieces)
-    rows: list[list[Row]] = [[] for _ in range(world)]
-    ends, before = [0] * world, 0
-    for first, length, kept in pieces:
-        owner = before * world // entries
-        before += kept
-        last = rows[owner][-1] if rows[owner] else None
-        if last is not None and (last.stop, last.length) == (first, length):
-            rows[owner][-1] = last._replace(pieces=last.pieces + 1)
-        else:
-            so_far = (last.first + last.pieces, last.before + last.fours) if last is not None else (0, 0)
-            rows[owner].append(Row(first, 1, length, kept, ends[owner], *so_far))
-        ends[owner] += kept
+        position, start = start, start + size
+        while position < start:
+            owner = position // part
+            stop = min(start, (owner + 1) * part)
+            length = -(-(stop - position) // -(-(stop - position) // chunk))
+            for first in range(position, stop, length):
+                whole = min(length, stop - first)
+                ends[owner] += _append(rows[owner], first, whole, max(1, math.ceil(ratio * whole)), ends[owner])
+            position = stop
     spans = [slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0) for mine in rows]
     lasts = [mine[-1] for mine in rows if mine]
-    count = max((last.first + last.pieces for last in lasts), default=0)
+    pieces = max((last.first + last.pieces for last in lasts), default=0)
     fours = max((last.before + last.fours for last in lasts), default=0)
-    return Layout(tuple(map(tuple, rows)), tuple(spans), max(ends), count, fours)
+    return Layout(tuple(map(tuple, rows)), tuple(spans), max(ends), pieces, fours)
+
+
+def _append(rows: list[Row], start: int, length: int, kept: int, place: int) -> int:
+    """One piece more, whose entries begin at `place`; a row goes on where it is as long as its own. Its entries."""
+    last = rows[-1] if rows else None
+    if last is not None and (last.stop, last.length) == (start, length):
+        rows[-1] = last._replace(pieces=last.pieces + 1)
+    else:
+        so_far = (last.first + last.pieces, last.before + last.fours) if last is not None else (0, 0)
+        rows.append(Row(start, 1, length, kept, place, *so_far))
+    return kept
 
 
 class Entries(ABC):
@@ -227,11 +230,11 @@ class Entries(ABC):
 
 
 class Values(Entries):
-    """Indices of two bytes, then values of some type."""
+    """Values of some type, then indices of two bytes."""
 
     def __init__(self, plan: Layout, dtype: torch.dtype) -> None:
-        self._width, self._dtype = -(-plan.width // 2) * 2, dtype  # values behind the indices are aligned
-        self.size = self._width * (2 + dtype.itemsize)
+        self._width, self._dtype = plan.width, dtype
+        self.size = -(-self._width * (2 + dtype.itemsize) // 4) * 4  # the next message's values are aligned
 
     def write(self, message: Tensor, row: Row, index: Tensor, value: Tensor) -> None:
         place, (indices, values) = self._place(row), self._parts(message)
@@ -244,7 +247,8 @@ class Values(Entries):
         return indices[place].view(shape).long(), values[place].view(shape).to(torch.float32, copy=True)
 
     def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        return message[: 2 * self._width].view(torch.int16), message[2 * self._width :].view(self._dtype)
+        end = self._width * self._dtype.itemsize
+        return message[end : end + 2 * self._width].view(torch.int16), message[:end].view(self._dtype)
 
     @staticmethod
     def _place(row: Row) -> slice:
