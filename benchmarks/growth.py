@@ -19,7 +19,7 @@ from laconic.comm.ledger import Ledger
 from laconic.reducers.base import Reducer
 from tests.live import last_ranks, ranks
 
-SHAPES = [(512, 1536), (1536,), (512, 512), (512,)]  # an attention: 4 MB, as much as 256 ranks can share without crumbs
+SHAPES = [(128, 384), (384,), (128, 128), (128,)]  # the attention of a small transformer
 REDUCERS: dict[str, Reducer] = {
     "Exact()": laconic.Exact(),
     "Quantized(8)": laconic.Quantized(8),
