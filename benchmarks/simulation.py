@@ -217,8 +217,8 @@ def _run(workers: Workers, strategy: Strategy, steps: int, rate: Callable[[int],
         if scope == "world":
             mean = workers.mean("gradients", strategy.reducer, gradients, step, step)
             gradients = {name: value.expand_as(workers.named[name]) for name, value in mean.items()}
-        kind = strategy.second_moment if step >= strategy.warmup else "local"
-        second.prepare(kind, step, synchronous=scope == "world")
+        if step >= strategy.warmup:
+            second.prepare(strategy.second_moment, step, synchronous=scope == "world")
         workers.apply(gradients, rate(step))
         if scope == "world":
             second.synchronised(step + 1)

@@ -13,12 +13,10 @@ from laconic.run.second_moment import AGED, SLOW, SecondMoment
 from tests.live import ranks
 from tests.models import vectors
 
-KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"amsgrad": True}]
+KINDS: list[dict[str, Any]] = [{"foreach": False}, {"foreach": True}, {"fused": True}, {"amsgrad": True}]
 
 
 def adam(parameters: Any, **options: Any) -> torch.optim.AdamW:
-    if options.get("capturable"):  # torch steps such a one only on accelerators; there its counters are tensors, as here
-        options = {"foreach": False}
     return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), **options)
 
 
@@ -116,6 +114,16 @@ def test_the_user_s_decay_travels_with_the_optimizer_s_state() -> None:
     assert other.param_groups[0]["betas"] == (0.9, 0.95)
     assert set(other.param_groups[0]) == set(trained(1)[1].param_groups[0]), "nothing is left"
     assert torch.allclose(divisor(other, resumed), before, rtol=1e-6)
+
+
+def test_a_strategy_that_leaves_adam_alone_takes_over_from_one_that_does_not() -> None:
+    """By an optimizer's state that a user saved in mid-run and loads into a run of ddp()."""
+    parameter, optimizer = trained(50)
+    before = divisor(optimizer, parameter)
+    SecondMoment([optimizer]).prepare("slow", 50, synchronous=True)
+    SecondMoment([optimizer]).prepare("local", 0, synchronous=True)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert torch.allclose(divisor(optimizer, parameter), before, rtol=1e-6)
 
 
 def test_a_parameter_that_comes_late_and_an_optimizer_that_is_old_are_released_as_they_are() -> None:

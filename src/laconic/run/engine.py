@@ -100,8 +100,8 @@ class Engine:
         """Make ready for the step that comes: with whom gradients are averaged in it, if at all."""
         step = self.presence.step = self.clock.step
         group = self._partners(step)
-        kind = self.strategy.second_moment if step >= self.strategy.warmup else "local"
-        self.second_moment.prepare(kind, step, synchronous=self._all_average(group))
+        if self.strategy.second_moment == "local" or step >= self.strategy.warmup:
+            self.second_moment.prepare(self.strategy.second_moment, step, synchronous=self._all_average(group))
         if self.hook is not None:
             self.hook.step, self.hook.unscaled = step, self._scales_differ and self._replicas_apart(step)
             if (group or self.group) != self.hook.group:

@@ -9,9 +9,8 @@ from torch.optim import Adam, Optimizer
 # Not 1: a second moment that stood still blew up in one run of two. A parameter that had no gradient for long has next to
 # none, and the first gradient that comes is divided by it, unless that gradient counts.
 SLOW = 0.9999
-OWN = (
-    "laconic_beta2"  # the key of a parameter group, while its beta2 is held at another, for the user's own: it is saved with it
-)
+# While a group's beta2 is held at another, it has the user's own under this key: so that is saved with the optimizer.
+OWN = "laconic_beta2"
 LEAST = 0.8  # a gradient that stands for many steps still weighs no more than a fifth: it is one sample
 AGED = 1 << 23  # added to a step count: there Adam corrects no bias any more, and fp32 still counts one by one
 
@@ -25,8 +24,8 @@ class SecondMoment:
     not of 1 - beta2. So v and the first moment are corrected once, when beta2 first changes, and t is set forward by 2**23,
     where nothing is left to correct; the step that Adam would make stays the same. `release` takes it back.
 
-    All of it is in the optimizer's own code: no copy of v, no work in a step, and foreach, fused and capturable steps
-    need to know nothing of it. Where beta2 is as wanted already, no bit changes. A second moment of fewer than
+    All of it is in the optimizer's own code: no copy of v, no work in a step, and foreach and fused steps need to know
+    nothing of it. Where beta2 is as wanted already, no bit changes. A second moment of fewer than
     1 / (1 - beta2) steps is not worth sharing yet, and moves as the user set it.
     """
 
@@ -37,6 +36,7 @@ class SecondMoment:
     def prepare(self, kind: str, step: int, *, synchronous: bool) -> None:
         """For the step after `step` completed ones. Asked every time: a user may load an optimizer's state in between."""
         if kind == "local":
+            self.release()  # a user may have loaded an optimizer's state of another strategy
             return
         moves = synchronous and kind == "shared"
         gap = 1 if self._last is None else step + 1 - self._last

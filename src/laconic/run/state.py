@@ -64,7 +64,8 @@ def checked(
         counts = Counts.load(state["counts"]) if "counts" in state else Counts()
         promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
         whose = {str(key): _checked_owner(value) for key, value in state["whose"].items()}
-        second = {"last": state.get("second_moment", {"last": None})["last"]}  # a state from before there was one has none
+        last = state.get("second_moment", {"last": None})["last"]  # a state from before there was one has none
+        second = {"last": None if last is None else int(last)}
         if local["deltas"] is not None:
             _check_deltas(local["deltas"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
