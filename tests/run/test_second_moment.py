@@ -175,7 +175,7 @@ def by_laconic(rank: int, strategy: str, steps: int) -> list[Tensor]:
             optimizer.step()
             optimizer.zero_grad()
         state = run.state_dict()["second_moment"]
-    assert state["last"] == steps, "all of them were averaged"
+    assert state["last"] == (None if "'local'" in strategy else steps), "all of them were averaged"
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95), "given back"
     return [parameter.detach().clone() for parameter in model.parameters()]
 
