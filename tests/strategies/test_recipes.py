@@ -53,7 +53,7 @@ AS_IT_COMES = {
     ),
     "silent": laconic.Strategy(EXACT, Route(((Never(), "world"),))),
     "local_adam": laconic.Strategy(
-        laconic.Warmup(100, laconic.Quantized(4), FED(laconic.Quantized(4))),
+        laconic.Warmup(100, laconic.Release(laconic.Quantized(4)), FED(laconic.Quantized(4))),
         Route(((Until(100), "world"), (Every(64, 100, 1), "world"))),
         laconic.Averaging(Route(((Every(4, 100), "world"),)), laconic.Deltas(laconic.Adopt(1.0), FED(laconic.Ternary()))),
         "shared",

@@ -1,7 +1,7 @@
 """Two-phase all-reduce of codes with a scale for each block: `Quantized`, `Float8`, `Ternary` and `Sign` are made of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -63,22 +63,30 @@ class Layout(NamedTuple):
     runs: tuple[tuple[Run, ...], ...]  # by chunk, counted from its start
 
 
+def shares(sizes: Iterable[int], part: int) -> Iterator[tuple[int, int, int]]:
+    """A bucket of parameters of these sizes, cut wherever a parameter or a rank's part of so many numbers ends.
+
+    >>> list(shares([3, 4], 5))  # owner, start, stop
+    [(0, 0, 3), (0, 3, 5), (1, 5, 7)]
+    """
+    end = 0
+    for size in sizes:
+        start, end = end, end + size
+        while start < end:
+            stop = min(end, (start // part + 1) * part)
+            yield start // part, start, stop
+            start = stop
+
+
 @lru_cache(maxsize=1024)
 def layout(sizes: tuple[int, ...], block: int, world: int, align: int) -> Layout:
     """The layout of a bucket with parameters of these sizes."""
     chunk = -(-sum(sizes) // (world * align)) * align
     chunks: list[list[Run]] = [[] for _ in range(world)]
-    start = 0
-    for size in sizes:
-        position, end = start, start + size
-        while position < end:
-            owner = position // chunk
-            stop = min(end, (owner + 1) * chunk)
-            whole, rest = divmod(stop - position, block)
-            _append(chunks[owner], position - owner * chunk, whole, block)
-            _append(chunks[owner], stop - rest - owner * chunk, 1 if rest else 0, rest)
-            position = stop
-        start = end
+    for owner, start, stop in shares(sizes, chunk):
+        whole, rest = divmod(stop - start, block)
+        _append(chunks[owner], start - owner * chunk, whole, block)
+        _append(chunks[owner], stop - rest - owner * chunk, 1 if rest else 0, rest)
     scales = max(runs[-1].scale + runs[-1].blocks if runs else 0 for runs in chunks)
     return Layout(chunk, scales, tuple(map(tuple, chunks)))
 

@@ -14,6 +14,7 @@ from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllToAll
 from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import Reducer, checked_ratio, finite
+from laconic.reducers.blockwise import shares
 
 VALUES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TWO_BITS, SHORT = "2bit", 4096  # values of two bits, and the longest piece whose indices take twelve
@@ -171,17 +172,11 @@ def layout(sizes: tuple[int, ...], ratio: float, chunk: int, world: int) -> Layo
     part = max(1, -(-count // world), math.ceil(1 / ratio))
     rows: list[list[Row]] = [[] for _ in range(world)]
     ends = [0] * world
-    start = 0
-    for size in sizes:
-        position, start = start, start + size
-        while position < start:
-            owner = position // part
-            stop = min(start, (owner + 1) * part)
-            length = -(-(stop - position) // -(-(stop - position) // chunk))
-            for first in range(position, stop, length):
-                whole = min(length, stop - first)
-                ends[owner] += _append(rows[owner], first, whole, max(1, math.ceil(ratio * whole)), ends[owner])
-            position = stop
+    for owner, start, stop in shares(sizes, part):
+        length = -(-(stop - start) // -(-(stop - start) // chunk))
+        for first in range(start, stop, length):
+            whole = min(length, stop - first)
+            ends[owner] += _append(rows[owner], first, whole, max(1, math.ceil(ratio * whole)), ends[owner])
     spans = [slice(mine[0].start, mine[-1].stop) if mine else slice(0, 0) for mine in rows]
     lasts = [mine[-1] for mine in rows if mine]
     pieces = max((last.first + last.pieces for last in lasts), default=0)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from laconic.comm.scopes import AUTO, Scope
 from laconic.reducers.base import Reducer, checked, checked_steps
-from laconic.reducers.error_feedback import ErrorFeedback
+from laconic.reducers.error_feedback import ErrorFeedback, Release
 from laconic.reducers.exact import Exact
 from laconic.reducers.quantized import Quantized
 from laconic.reducers.ternary import Ternary
@@ -49,8 +49,9 @@ def _local(
     route, after = routes.at_first(start, subgroup), Exact() if subgroup else before
     if refresh:
         route = routes.Route((*route.legs, (Every(refresh, start, phase=1), "world")))
-        # What was left out of a gradient so many steps ago is of no use any more.
-        after = before.inner if isinstance(before, ErrorFeedback) else before
+        # What was left out of a gradient so many steps ago is of no use any more; what the warm-up left out goes into the first
+        # refresh, which follows it at once.
+        after = Release(before.inner) if isinstance(before, ErrorFeedback) else before
     reducer = before if before == after else Warmup(start, after, before)
     return Strategy(reducer, route, averaging, second_moment)
 
