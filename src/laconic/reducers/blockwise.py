@@ -1,7 +1,7 @@
 """Two-phase all-reduce of codes with a scale for each block: `Quantized`, `Float8`, `Ternary` and `Sign` are made of it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,6 +53,11 @@ class Run(NamedTuple):
     blocks: int
     length: int
     scale: int  # the place of the first block's scale
+
+    @property
+    def stop(self) -> int:
+        """Where its numbers end."""
+        return self.start + self.blocks * self.length
 
 
 class Layout(NamedTuple):
@@ -119,7 +124,9 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
 
     own = flat[spans[bucket.rank]].to(torch.float32, copy=True) if own_as_is and world > 1 else None
     message = flat.new_empty((world, codes_bytes + 4 * plan.scales), dtype=torch.uint8)
-    for row, span, runs in zip(message, spans, plan.runs, strict=True):
+    for rank, (row, span, runs) in enumerate(zip(message, spans, plan.runs, strict=True)):
+        if own is not None and rank == bucket.rank:
+            continue  # nobody reads it
         chance = None if noise is None else noise[span]
         _encode(flat[span], runs, codec, row, codes_bytes, plan, error if error is None else error[span], 1.0, chance)
     if world > 1:  # alone, what would be decoded is the mean
@@ -155,7 +162,7 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
 
 def _encode(
     source: Tensor,
-    runs: Sequence[Run],
+    runs: tuple[Run, ...],
     codec: Codec,
     message: Tensor,
     codes_bytes: int,
@@ -168,46 +175,92 @@ def _encode(
     codes = codec.buffer(message[:codes_bytes], plan.chunk)
     scales = message[codes_bytes:].view(torch.float32)
     scales[sum(run.blocks for run in runs) :] = 0
-    work = source.new_empty(max(PIECE, max((run.length for run in runs), default=0)), dtype=torch.float32)
-    for place, shape, which in _pieces(runs):
-        numbers, room, out = source[place].view(shape), work[: shape[0] * shape[1]].view(shape), codes[place].view(shape)
-        if numbers.dtype != torch.float32:
-            numbers = numbers.float()
-        scale = codec.scale(torch.abs(numbers, out=room))
-        scales[which] = scale
-        scale = scale[:, None]
+    pieces = _pieces(runs)
+    work = _work(pieces, source)
+    for piece in pieces:
+        numbers = source[piece.numbers].float()
+        room = torch.abs(numbers, out=work[: numbers.numel()])
+        scale = scales[piece.scales]
+        for run, sizes in zip(torch.split(scale, piece.blocks), piece.matrices(room), strict=True):
+            run.copy_(codec.scale(sizes))
         # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.
         inverse = torch.where(scale >= TINY, 1 / scale, 0)
-        codec.encode(torch.mul(numbers, inverse, out=room), out, None if noise is None else noise[place].view(shape))
+        for matrix, scaled, factor in zip(*map(piece.matrices, (numbers, room)), piece.columns(inverse), strict=True):
+            torch.mul(matrix, factor, out=scaled)
+        out = codes[piece.numbers]
+        codec.encode(room, out, None if noise is None else noise[piece.numbers])
         if error is not None:
-            lost = torch.addcmul(numbers, room.copy_(out), scale, value=-1, out=room)
-            error[place].view(shape).copy_(lost if weight == 1 else lost.mul_(weight))
+            room.copy_(out)
+            for matrix, lost, factor in zip(*map(piece.matrices, (numbers, room)), piece.columns(scale), strict=True):
+                torch.addcmul(matrix, lost, factor, value=-1, out=lost)
+            error[piece.numbers] = room if weight == 1 else room.mul_(weight)
     codec.seal(codes, message[:codes_bytes])
 
 
 def _decode(
-    message: Tensor, runs: Sequence[Run], codec: Codec, codes_bytes: int, plan: Layout, out: Tensor, *, add: bool
+    message: Tensor, runs: tuple[Run, ...], codec: Codec, codes_bytes: int, plan: Layout, out: Tensor, *, add: bool
 ) -> None:
     codes = codec.open(message[:codes_bytes], plan.chunk)
     scales = message[codes_bytes:].view(torch.float32)
-    work = out.new_empty(max(PIECE, max((run.length for run in runs), default=0)), dtype=torch.float32)
-    for place, shape, which in _pieces(runs):
-        numbers, target = work[: shape[0] * shape[1]].view(shape), out[place].view(shape)
-        numbers.copy_(codes[place].view(shape))
-        scale = scales[which][:, None]
-        if add:
-            target.addcmul_(numbers, scale)
-        elif target.dtype == torch.float32:
-            torch.mul(numbers, scale, out=target)
-        else:
-            target.copy_(numbers.mul_(scale))
+    pieces = _pieces(runs)
+    work = _work(pieces, out)
+    for piece in pieces:
+        target = out[piece.numbers]
+        numbers = work[: target.numel()].copy_(codes[piece.numbers])
+        columns = piece.columns(scales[piece.scales])
+        if target.dtype != torch.float32:
+            for matrix, factor in zip(piece.matrices(numbers), columns, strict=True):
+                matrix.mul_(factor)
+            target.copy_(numbers)
+            continue
+        for matrix, place, factor in zip(*map(piece.matrices, (numbers, target)), columns, strict=True):
+            if add:
+                place.addcmul_(matrix, factor)
+            else:
+                torch.mul(matrix, factor, out=place)
 
 
-def _pieces(runs: Sequence[Run]) -> Iterator[tuple[slice, tuple[int, int], slice]]:
-    """Whole blocks that fit into the cache together: their numbers, their shape as a matrix, their scales."""
+class Piece(NamedTuple):
+    """Neighbouring runs that fit into the cache together: their numbers, their scales, and how they are cut."""
+
+    numbers: slice
+    scales: slice
+    sizes: list[int]  # numbers, by run
+    blocks: list[int]
+    lengths: list[int]
+
+    def matrices(self, flat: Tensor) -> list[Tensor]:
+        """The piece's numbers, run by run, a row for each block."""
+        return [part.view(-1, length) for part, length in zip(torch.split(flat, self.sizes), self.lengths, strict=True)]
+
+    def columns(self, scales: Tensor) -> tuple[Tensor, ...]:
+        """The piece's scales, run by run, to multiply its matrices by."""
+        return torch.split(scales[:, None], self.blocks)
+
+
+@lru_cache(maxsize=4096)
+def _pieces(runs: tuple[Run, ...]) -> tuple[Piece, ...]:
+    """A chunk, cut into pieces of at most PIECE numbers, or one block."""
+    groups: list[list[Run]] = []
     for run in runs:
-        rows = max(1, PIECE // run.length)
-        for first in range(0, run.blocks, rows):
-            count = min(rows, run.blocks - first)
-            start, scale = run.start + first * run.length, run.scale + first
-            yield slice(start, start + count * run.length), (count, run.length), slice(scale, scale + count)
+        most = max(1, PIECE // run.length)
+        for first in range(0, run.blocks, most):
+            part = Run(run.start + first * run.length, min(most, run.blocks - first), run.length, run.scale + first)
+            if not groups or part.stop - groups[-1][0].start > PIECE:
+                groups.append([])
+            groups[-1].append(part)
+    return tuple(
+        Piece(
+            slice(parts[0].start, parts[-1].stop),
+            slice(parts[0].scale, parts[-1].scale + parts[-1].blocks),
+            [part.blocks * part.length for part in parts],
+            [part.blocks for part in parts],
+            [part.length for part in parts],
+        )
+        for parts in groups
+    )
+
+
+def _work(pieces: tuple[Piece, ...], like: Tensor) -> Tensor:
+    """Room for the numbers of the largest piece."""
+    return like.new_empty(max((sum(piece.sizes) for piece in pieces), default=0), dtype=torch.float32)
