@@ -188,7 +188,14 @@ class Averager:
 
 
 def train(setting: Setting, strategy: str, seed: int) -> Outcome:
-    """One run; its rate rises over a twentieth of the steps, if it starts from scratch, and falls as a cosine to a fiftieth."""
+    """One run of a strategy."""
+    workers = started(setting, seed)
+    _run(workers, laconic.strategy(strategy), setting.steps, lambda step: falling(setting, step))
+    return Outcome(workers.evaluate(), workers.ledger.total.wire_bytes / setting.steps)
+
+
+def started(setting: Setting, seed: int) -> Workers:
+    """Workers before the first step that counts."""
     start, memory = warm(setting, seed) if setting.warm else (MODELS[setting.model].start(seed), {})
     workers = Workers(setting, seed, start)
     for name, value in workers.named.items():
@@ -197,14 +204,14 @@ def train(setting: Setting, strategy: str, seed: int) -> Outcome:
                 key: part.expand(setting.workers, *part.shape).clone() if part.dim() else part.clone()
                 for key, part in memory[name].items()
             }
+    return workers
+
+
+def falling(setting: Setting, step: int) -> float:
+    """The learning rate: from scratch it rises over a twentieth of the steps; then it falls as a cosine to a fiftieth."""
     ramp = 0 if setting.warm else setting.steps // 20
-
-    def rate(step: int) -> float:
-        fall = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / setting.steps))
-        return setting.lr * min(1.0, (step + 1) / (ramp + 1)) * fall
-
-    _run(workers, laconic.strategy(strategy), setting.steps, rate)
-    return Outcome(workers.evaluate(), workers.ledger.total.wire_bytes / setting.steps)
+    fall = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / setting.steps))
+    return setting.lr * min(1.0, (step + 1) / (ramp + 1)) * fall
 
 
 def _run(workers: Workers, strategy: Strategy, steps: int, rate: Callable[[int], float]) -> None:
