@@ -98,11 +98,11 @@ def host() -> None:
     dist.destroy_process_group()
 
 
-def measure() -> list[dict[str, Any]]:
-    """Four hosts; every run as it comes."""
+def measure(module: str, link: str, *arguments: str) -> list[dict[str, Any]]:
+    """Four hosts that run a benchmark's `host()`; every run as it comes."""
     environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     found, said = [], []
-    with start([sys.executable, "-m", "benchmarks.learning", "--host"], HOSTS, parse(LINK), environment) as process:
+    with start([sys.executable, "-m", module, "--host", *arguments], HOSTS, parse(link), environment) as process:
         for line in process.stdout or ():
             said.append(line)
             if line.startswith('{"label"'):
@@ -116,7 +116,7 @@ def measure() -> list[dict[str, Any]]:
 
 def main() -> None:
     """One table."""
-    found = measure()
+    found = measure("benchmarks.learning", LINK)
     by = {label: {run["seed"]: run for run in found if run["label"] == label} for label in RUNS}
     finals = {seed: run["curve"][-1][1] for seed, run in by[DDP].items()}
     silent = {seed: run["curve"][-1][0] / run["steps"] * STEPS for seed, run in by[peers.SILENT].items()}

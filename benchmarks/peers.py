@@ -102,20 +102,26 @@ def torch_post_local(model: nn.Module, optimizer: Callable[[nn.Module], Optimize
     return Trainee(ddp, PostLocalSGDOptimizer(optimizer(ddp), averager), period=PERIOD, warm=PERIOD)
 
 
-def accelerate_local(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+def accelerate_local(period: int = PERIOD) -> Making:
     """accelerate's LocalSGD."""
-    from accelerate import Accelerator
-    from accelerate.local_sgd import LocalSGD
 
-    accelerator = Accelerator(cpu=True)
-    ddp, inner = accelerator.prepare(model, optimizer(model))
-    local = LocalSGD(accelerator=accelerator, model=ddp, local_sgd_steps=PERIOD, enabled=True)
-    trainee = Trainee(ddp, inner, local.step, period=PERIOD, warm=PERIOD)
-    trainee.stack.enter_context(local)
-    return trainee
+    def make(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+        from accelerate import Accelerator
+        from accelerate.local_sgd import LocalSGD
+
+        accelerator = Accelerator(cpu=True)
+        ddp, inner = accelerator.prepare(model, optimizer(model))
+        local = LocalSGD(accelerator=accelerator, model=ddp, local_sgd_steps=period, enabled=True)
+        trainee = Trainee(ddp, inner, local.step, period=period, warm=period)
+        trainee.stack.enter_context(local)
+        return trainee
+
+    return make
 
 
-def torchft_diloco(fragments: int, delay: int) -> Making:
+def torchft_diloco(
+    fragments: int, delay: int, period: int = PERIOD, outer_lr: float = 1.0, outer_momentum: float = 0.2
+) -> Making:
     """torchft's DiLoCo, each rank a replica group of one; the first one has the lighthouse."""
 
     def make(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
@@ -124,9 +130,12 @@ def torchft_diloco(fragments: int, delay: int) -> Making:
         manager, stack = torchft_manager(model)
         from torchft.local_sgd import DiLoCo
 
-        outer = [torch.optim.SGD(part.parameters(), lr=1.0, momentum=0.2, nesterov=True) for part in parts]
-        stack.enter_context(DiLoCo(manager, parts, inner, outer, PERIOD, use_bucketization=True, fragment_sync_delay=delay))
-        return Trainee(model, inner, period=PERIOD, warm=PERIOD, stack=stack)
+        outer = [
+            torch.optim.SGD(part.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
+            for part in parts
+        ]
+        stack.enter_context(DiLoCo(manager, parts, inner, outer, period, use_bucketization=True, fragment_sync_delay=delay))
+        return Trainee(model, inner, period=period, warm=period, stack=stack)
 
     return make
 
@@ -196,7 +205,7 @@ TORCH: dict[str, Making] = {
     "torch powerSGD_hook, rank 4": torch_powersgd,
     f"torch post-local SGD, {PERIOD}": torch_post_local,
 }
-ACCELERATE: dict[str, Making] = {f"accelerate LocalSGD, {PERIOD}": accelerate_local}
+ACCELERATE: dict[str, Making] = {f"accelerate LocalSGD, {PERIOD}": accelerate_local()}
 TORCHFT: dict[str, Making] = {
     f"torchft DiLoCo, {PERIOD}": torchft_diloco(1, 0),
     f"torchft DiLoCo, {PERIOD}, 4 fragments, delay 5": torchft_diloco(4, 5),

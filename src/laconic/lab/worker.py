@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -176,9 +176,7 @@ def train(job: Mapping[str, Any]) -> None:
                 start = time.perf_counter()
         stats = run.stats()
     if rank == 0:
-        rows = [[round(took * 1e3, 2), None if wait is None else round(wait * 1e3, 2)] for took, wait in pace]
-        for first in range(0, len(rows), 50):
-            tell({"kind": "pace", "rows": rows[first : first + 50]})
+        _tell_pace(pace)
         tell(
             {
                 "kind": "end",
@@ -188,6 +186,13 @@ def train(job: Mapping[str, Any]) -> None:
                 "collectives": {kind: count / steps for kind, count in stats.collectives_by_kind.items()},
             }
         )
+
+
+def _tell_pace(pace: Iterable[tuple[float, float | None]]) -> None:
+    """In milliseconds, some rows at a time: a line of a pipe has an end."""
+    rows = [[round(took * 1e3, 2), None if wait is None else round(wait * 1e3, 2)] for took, wait in pace]
+    for first in range(0, len(rows), 50):
+        tell({"kind": "pace", "rows": rows[first : first + 50]})
 
 
 def _waited(before: float | None, after: float | None) -> float | None:
