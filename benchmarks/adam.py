@@ -163,8 +163,8 @@ def main() -> None:
         f"Byte-level transformer of 0.47 million parameters, {HOSTS} processes behind {LINK} links on one machine, "
         f"batch {BytesGPT.BATCH} x {BytesGPT.CONTEXT} each; AdamW, lr {RATE:g}, betas 0.9, 0.95, weight decay 0.01, "
         f"norms clipped to 1; {WARM} steps of DDP, then {STEPS} with a cosine. Held-out loss of the mean of the replicas, "
-        f"in percent above DDP's with the same seed: mean and standard deviation over {len(SEEDS)} seeds. Bytes as the kernel counted them, "
-        f"of the first process; time without the first {UNTIMED} steps. All processes share two cores."
+        f"in percent above DDP's with the same seed: mean and standard deviation over {len(SEEDS)} seeds. "
+        f"Bytes as the kernel counted them, of the first process; time without the first {UNTIMED} steps."
     )
     report("adam", "AdamW from a warm model, in real processes", rows, legend, ratios)
 
