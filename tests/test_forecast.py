@@ -139,6 +139,12 @@ def test_deltas_of_16_bit_parameters_travel_in_32() -> None:
     assert layer_bytes("ddp()", layer, 2) == {"weight": 20_000, "bias": 200}
 
 
+def test_moments_with_periods_of_their_own_count() -> None:
+    layer = nn.Linear(100, 100, device="meta")
+    found = laconic.predict("local_sgd(4, moments={'exp_avg': 6, 'exp_avg_sq': 12})", layer, world_size=2)
+    assert (found.steps, found.wire_bytes) == (12, (3 + 2 + 1) * 40_400)
+
+
 @pytest.mark.parametrize("reducer", EVERY, ids=NAMES)
 def test_one_exchange_stands_for_all_that_are_alike(reducer: Reducer) -> None:
     shared, draw = Exchanges(reducer), Random(0)

@@ -89,8 +89,9 @@ def predict(
     per step: compare strategies by `wire_bytes_per_step`. `buckets` are lists of parameter names, as `run.layout()`
     gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
     in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
-    What `moments` sends is not counted: it depends on the optimizer. Nor is a period that follows the learning rate: QSR
-    is taken at its base.
+    Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's optimizers have
+    them. What `moments="average"` sends is not counted: how many there are depends on the optimizer. Nor is a period that
+    follows the learning rate: QSR is taken at its base.
 
     >>> import torch
     >>> layer = torch.nn.Linear(1000, 1000, device="meta")
@@ -206,6 +207,9 @@ class _BetweenSteps:
 
     def after(self, step: int) -> Traffic:
         """Sent after `step` completed steps."""
+        return self._sync(step) + self._of_moments(step)
+
+    def _sync(self, step: int) -> Traffic:
         scope = self._agenda.scope(step)
         size = _size(scope, self._sizes)
         if scope is not None and (size > 1 or scope == "world"):
@@ -226,6 +230,11 @@ class _BetweenSteps:
             bucket = {name: _as_anchor(self._named[name]) for name in names}
             total += self._deltas.cost(bucket, self._sizes["world"], step, self._syncs)
         return total
+
+    def _of_moments(self, step: int) -> Traffic:
+        keys = sorted(self._agenda.moments(step))
+        moments = {f"{name} {key}": self._named[name] for name in sorted(self._named) for key in keys}
+        return _mean(moments, self._sizes["world"]) if moments else Traffic()
 
     def _mean(self, size: int, *, buffers: bool = False) -> Traffic:
         if (buffers, size) not in self._means:

@@ -502,6 +502,7 @@ def foretold(rank: int, text: str) -> None:
     [
         "local_sgd(4)",
         "local_sgd(3, buffers='broadcast')",
+        "diloco(4, moments={'exp_avg': 3, 'exp_avg_sq': 4})",
         "post_local_sgd(2, 4)",
         "slowmo(4)",
         "diloco(4, reducer=ErrorFeedback(PowerSGD(2)))",

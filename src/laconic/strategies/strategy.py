@@ -159,6 +159,8 @@ class Strategy:
         """
         schedules = [*self.route.schedules, *(self.averaging.route.schedules if self.averaging else ())]
         cycles = [schedule.cycle or schedule.fixed_period for schedule in schedules]
+        if self.averaging and isinstance(self.averaging.moments, tuple):
+            cycles += [period for _, period in self.averaging.moments]
         return None if None in cycles else math.lcm(*(cycle for cycle in cycles if cycle is not None))
 
     @property
