@@ -7,7 +7,7 @@ import sys
 import benchmarks
 from benchmarks import check
 
-SHARED = {"__main__", "harness", "check", "peers", "simulation", "stacked_models"}
+SHARED = {"__main__", "harness", "check", "long_steps", "peers", "simulation", "stacked_models"}
 known = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in SHARED]
 checking = sys.argv[1:2] == ["check"]
 wanted = sys.argv[2:] if checking else sys.argv[1:] or known

@@ -16,9 +16,9 @@ SMALL_BATCH = Setting("transformer 470k", 2, 0.0, 320, warm=700)
 LARGE_BATCH = replace(SMALL_BATCH, batch=8)
 SCRATCH = Setting("transformer 470k", 2, 0.0, 1200)
 DIGITS = Setting("digits", 8, 0.0, 200, warm=100, beta2=0.999)
-DIGITS_SGD = replace(DIGITS, optimizer="sgd")
-SCRATCH_SGD = replace(DIGITS_SGD, steps=300, warm=0)
-SETTINGS = (SMALL_BATCH, LARGE_BATCH, SCRATCH, DIGITS, DIGITS_SGD, SCRATCH_SGD)
+SGD = replace(SMALL_BATCH, optimizer="sgd")
+SCRATCH_SGD = replace(DIGITS, optimizer="sgd", steps=300, warm=0)
+SETTINGS = (SMALL_BATCH, LARGE_BATCH, SCRATCH, DIGITS, SGD, SCRATCH_SGD)
 
 
 def methods(setting: Setting) -> dict[str, str]:
@@ -141,6 +141,7 @@ def main() -> None:
             rows.append(
                 {
                     "setting": str(tuned_to),
+                    "loss of ddp": f"{statistics.mean(here[setting, 'ddp()', seed].loss for seed in SEEDS):.4f}",
                     "strategy": point.strategy,
                     "family": point.family,
                     "bytes": f"1/{point.part:.1f}" if point.family else "0",

@@ -104,7 +104,7 @@ def compressors() -> go.Figure:
 
 def frontier() -> go.Figure:
     found = [row for row in rows("frontier") if row["family"]]
-    settings = [name for name in dict.fromkeys(row["setting"] for row in found) if name.startswith("transformer")]
+    settings = [name for name in dict.fromkeys(row["setting"] for row in found) if name.startswith("transformer") and ", adamw" in name]
     figure = make_subplots(1, len(settings), subplot_titles=[name.replace(", adamw", "<br>adamw") for name in settings])
     colours = dict(zip(dict.fromkeys(row["family"] for row in found), COLOURS, strict=False))
     for place, setting in enumerate(settings, 1):
@@ -127,7 +127,7 @@ def frontier() -> go.Figure:
             )
     figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128], range=[0.5, 2.2])
     figure.update_yaxes(title="loss above ddp's, %", col=1)
-    figure.update_yaxes(range=[-0.5, 3])
+    figure.update_yaxes(range=[-1.2, 3])
     return figure.update_layout(title="What each budget of bytes buys, with AdamW", height=440, width=1200)
 
 
