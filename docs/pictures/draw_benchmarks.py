@@ -104,7 +104,8 @@ def compressors() -> go.Figure:
 
 def frontier() -> go.Figure:
     found = [row for row in rows("frontier") if row["family"]]
-    settings = [name for name in dict.fromkeys(row["setting"] for row in found) if name.startswith("transformer") and ", adamw" in name]
+    every = dict.fromkeys(row["setting"] for row in found)
+    settings = [name for name in every if name.startswith("transformer") and ", adamw" in name]
     figure = make_subplots(1, len(settings), subplot_titles=[name.replace(", adamw", "<br>adamw") for name in settings])
     colours = dict(zip(dict.fromkeys(row["family"] for row in found), COLOURS, strict=False))
     for place, setting in enumerate(settings, 1):
