@@ -27,7 +27,7 @@ def methods(setting: Setting) -> dict[str, str]:
 
 
 def with_adam(setting: Setting) -> dict[str, str]:
-    """From a warm model none needs a warm-up of its own; from scratch each gets the one it asks for."""
+    """From a warm model none needs a warm-up of its own; from scratch each gets the one it asks for: PowerSGD an exact one."""
     short, long = (0, 0) if setting.warm else (setting.steps // 20, setting.steps // 5)
     four_bits = "reducer=ErrorFeedback(Quantized(4))"
 
@@ -44,7 +44,7 @@ def with_adam(setting: Setting) -> dict[str, str]:
         f"local_adam(8, warmup={short}, refresh=128)": "local_adam",
         momentum("Quantized(2)"): "momentum",
         momentum("Ternary()"): "momentum",
-        f"diloco(16, warmup={short}, reducer=Quantized(8))": "diloco",
+        f"diloco(16, warmup={short}, warmup_{four_bits}, reducer=Quantized(8))": "diloco",
         "silent()": "",
     }
     if setting.model != "digits" and not setting.warm:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import laconic
 from laconic.comm.collectives import Traffic
@@ -141,8 +142,17 @@ def test_deltas_of_16_bit_parameters_travel_in_32() -> None:
 
 def test_moments_with_periods_of_their_own_count() -> None:
     layer = nn.Linear(100, 100, device="meta")
-    found = laconic.predict("local_sgd(4, moments={'exp_avg': 6, 'exp_avg_sq': 12})", layer, world_size=2)
-    assert (found.steps, found.wire_bytes) == (12, (3 + 2 + 1) * 40_400)
+    once = 40_400 * 2 * 3 // 4
+    found = laconic.predict("local_sgd(4, moments={'exp_avg': 6, 'exp_avg_sq': 12, 'step': 2})", layer, world_size=4)
+    assert (found.steps, found.wire_bytes) == (12, (3 + 2 + 1) * once)
+    long = laconic.predict("local_sgd(500, moments={'exp_avg': 999, 'exp_avg_sq': 1999})", layer, world_size=4)
+    assert (long.steps, long.wire_bytes) == (10_000, (20 + 10 + 5) * once), "not the 998,500,500 steps of the whole cycle"
+
+
+def test_a_prediction_on_fake_tensors_leaves_no_trace() -> None:
+    with FakeTensorMode():
+        fake = laconic.predict("local_adam()", nn.Linear(10, 10), world_size=2)
+    assert laconic.predict("local_adam()", nn.Linear(10, 10, device="meta"), world_size=2) == fake
 
 
 @pytest.mark.parametrize("reducer", EVERY, ids=NAMES)

@@ -20,6 +20,7 @@ from laconic.local.agenda import Agenda
 from laconic.local.anchors import anchor_dtype
 from laconic.local.fragments import buckets as fragment_buckets
 from laconic.local.fragments import fragments
+from laconic.local.moments import COUNTER
 from laconic.local.parameter_averaging import chunks, mean
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
@@ -28,6 +29,7 @@ from laconic.strategies.strategy import Averaging, Strategy
 
 FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 AFTER_WARMUP = 1 << 40  # a step by which every warm-up is over
+LONGEST_CYCLE = 10_000  # steps: periods of moments that have nothing in common are averaged over so many
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -90,8 +92,9 @@ def predict(
     gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
     in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
     Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's optimizers have
-    them. What `moments="average"` sends is not counted: how many there are depends on the optimizer. Nor is a period that
-    follows the learning rate: QSR is taken at its base.
+    them; the cycle is one of theirs, too, or some ten thousand steps where that would be longer. What `moments="average"`
+    sends is not counted: how many there are depends on the optimizer. Nor is a period that follows the learning rate: QSR
+    is taken at its base.
 
     >>> import torch
     >>> layer = torch.nn.Linear(1000, 1000, device="meta")
@@ -106,6 +109,9 @@ def predict(
     count = chosen.cycle if steps is None else steps
     if count is None:
         raise ValueError(f"{chosen} has a schedule that does not say its cycle, so that one can't be predicted; give steps=")
+    if steps is None and chosen.averaging is not None and isinstance(chosen.averaging.moments, tuple):
+        common = math.lcm(count, *(period for _, period in chosen.averaging.moments))
+        count *= min(common, max(LONGEST_CYCLE, count)) // count
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
     module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -201,6 +207,7 @@ class _BetweenSteps:
         self._agenda = Agenda(averaging, step if step > averaging.start else 0)
         self._syncs = 0
         self._means: dict[tuple[bool, int], Traffic] = {}  # of buffers or parameters, by the number of ranks
+        self._moments: dict[int, Traffic] = {}  # by how many of each parameter's are averaged at once
         if averaging.deltas is not None:
             self._deltas = Exchanges(averaging.deltas.reducer)
             self._fragments = fragments(named, averaging.deltas.fragments, averaging.deltas.order)
@@ -232,9 +239,11 @@ class _BetweenSteps:
         return total
 
     def _of_moments(self, step: int) -> Traffic:
-        keys = sorted(self._agenda.moments(step))
-        moments = {f"{name} {key}": self._named[name] for name in sorted(self._named) for key in keys}
-        return _mean(moments, self._sizes["world"]) if moments else Traffic()
+        count = len([key for key in self._agenda.moments(step) if key != COUNTER])
+        if count not in self._moments:
+            repeated = {f"{name} {number}": self._named[name] for name in sorted(self._named) for number in range(count)}
+            self._moments[count] = _mean(repeated, self._sizes["world"]) if repeated else Traffic()
+        return self._moments[count]
 
     def _mean(self, size: int, *, buffers: bool = False) -> Traffic:
         if (buffers, size) not in self._means:

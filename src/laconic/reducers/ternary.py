@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Self
 
 import torch
@@ -67,11 +66,6 @@ class Trit(Codec):
         message.add_(digits[:, 0])
 
     def open(self, message: Tensor, count: int) -> Tensor:
-        return torch.index_select(_digits(message.device), 0, message.int()).view(-1)
-
-
-@cache
-def _digits(device: torch.device) -> Tensor:
-    """The five codes of each byte, a row for each."""
-    powers = 3 ** torch.arange(5, device=device)
-    return (torch.arange(256, device=device)[:, None] // powers % 3).sub_(1).to(torch.int8)
+        powers = 3 ** torch.arange(5, device=message.device)
+        digits = (torch.arange(256, device=message.device)[:, None] // powers % 3).sub_(1).to(torch.int8)
+        return torch.index_select(digits, 0, message.int()).view(-1)

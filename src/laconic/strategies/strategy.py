@@ -155,12 +155,12 @@ class Strategy:
     def cycle(self) -> int | None:
         """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate.
 
+        Moments with periods of their own are no part of it.
+
         None: a schedule of the user's own doesn't say it.
         """
         schedules = [*self.route.schedules, *(self.averaging.route.schedules if self.averaging else ())]
         cycles = [schedule.cycle or schedule.fixed_period for schedule in schedules]
-        if self.averaging and isinstance(self.averaging.moments, tuple):
-            cycles += [period for _, period in self.averaging.moments]
         return None if None in cycles else math.lcm(*(cycle for cycle in cycles if cycle is not None))
 
     @property
