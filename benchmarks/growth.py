@@ -19,7 +19,9 @@ from laconic.comm.ledger import Ledger
 from laconic.reducers.base import Reducer
 from tests.live import last_ranks, ranks
 
-SHAPES = [(128, 384), (384,), (128, 128), (128,)]  # the attention of a small transformer
+Shapes = Sequence[tuple[int, ...]]
+SHAPES: Shapes = [(128, 384), (384,), (128, 128), (128,)]  # the attention of a small transformer
+LARGE: Shapes = [(1024, 3072), (3072,), (1024, 1024), (1024,), (1024, 2048), (2048,)]  # 25 MB, as DDP's buckets are
 REDUCERS: dict[str, Reducer] = {
     "Exact()": laconic.Exact(),
     "Quantized(8)": laconic.Quantized(8),
@@ -37,13 +39,13 @@ REDUCERS: dict[str, Reducer] = {
 PROCESSES, SIMULATED = [2, 4, 8], [16, 64, 256]
 
 
-def bucket(rank: int, world: int, device: str = "cpu") -> Bucket:
+def bucket(rank: int, world: int, device: str = "cpu", shapes: Shapes = SHAPES) -> Bucket:
     """One bucket of gradients."""
     draw = torch.Generator().manual_seed(rank)
-    tensors = [torch.empty(shape, device=device) for shape in SHAPES]
+    tensors = [torch.empty(shape, device=device) for shape in shapes]
     flat, views = flatten(tensors if device == "meta" else [t.normal_(generator=draw) for t in tensors])
-    slots: list[Slot] = [{} for _ in SHAPES]
-    return Bucket(flat, views, [str(i) for i in range(len(SHAPES))], slots, rank, world)
+    slots: list[Slot] = [{} for _ in shapes]
+    return Bucket(flat, views, [str(i) for i in range(len(shapes))], slots, rank, world)
 
 
 def exchanged(rank: int, name: str) -> Traffic:
@@ -74,7 +76,13 @@ def counted(name: str, world: int) -> Traffic:
     return ledger.total
 
 
-def row(name: str, rounds: object, wires: Sequence[int]) -> dict[str, object]:
+def large(reducer: Reducer) -> float:
+    """How many times the bytes of 2 ranks 256 ranks send each, of a bucket of 25 MB: on paper."""
+    few, many = (predict(reducer.reduce(bucket(0, world, "meta", LARGE)), world).wire_bytes for world in (2, 256))
+    return many / few
+
+
+def row(name: str, rounds: object, wires: Sequence[int], large: float) -> dict[str, object]:
     """In units of the gradient's own bytes."""
     size = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
     worlds = [*PROCESSES, *SIMULATED]
@@ -82,6 +90,7 @@ def row(name: str, rounds: object, wires: Sequence[int]) -> dict[str, object]:
         "": name,
         "rounds": rounds,
         **{f"N={world}": f"{wire / size:.3f}" for world, wire in zip(worlds, wires, strict=True)},
+        "25 MB: 256 over 2": f"{large:.2f}",
     }
 
 
@@ -99,13 +108,15 @@ def main() -> None:
                 raise SystemExit(f"{name}, {world} ranks: sent {found}, predicted {foreseen}")
             wires.append(found.wire_bytes)
             rounds.add(found.collectives)
-        rows.append(row(f"laconic {name}", "-".join(str(n) for n in sorted({min(rounds), max(rounds)})), wires))
+        growth = large(reducer)
+        rows.append(row(f"laconic {name}", "-".join(str(n) for n in sorted({min(rounds), max(rounds)})), wires, growth))
         ratios += [Ratio(f"{name}, bytes over the bucket's, {n} ranks", wires[worlds.index(n)] / (4 * count)) for n in (8, 256)]
-    rows.append(row("torch quantization_pertensor_hook", 2, [(world - 1) * (count + 8) for world in worlds]))
+    rows.append(row("torch quantization_pertensor_hook", 2, [(world - 1) * (count + 8) for world in worlds], 255.0))
     error = last_ranks(2, torch_hook)[0]
     legend = (
         f"Wire bytes of one rank for one bucket of {count:,} fp32 numbers, in sizes of the bucket. N up to 8: live processes; "
-        "beyond: all ranks in one process. Each is equal to what predict says without data. torch's hook gathers "
+        "beyond: all ranks in one process. Each is equal to what predict says without data. Last column: of a bucket of 25 MB, "
+        "by predict. torch's hook gathers "
         "everybody's codes, (N-1)(n + 8) bytes by its code; on gloo it " + (f"fails with {error}" if error else "runs")
     )
     report("growth", "Bytes of a rank as the world grows", rows, legend, ratios)
