@@ -67,7 +67,7 @@ def growth() -> go.Figure:
     figure = go.Figure()
     for row in rows("growth"):
         worlds = {int(key[2:]): float(value) for key, value in row.items() if key.startswith("N=")}
-        dash = "dot" if row[""].startswith("torch") else "solid"
+        dash = "dot" if row[""].startswith("torch") else "dash" if "phases=1" in row[""] else "solid"
         figure.add_scatter(x=list(worlds), y=list(worlds.values()), name=row[""], mode="lines+markers", line_dash=dash)
     figure.update_xaxes(title="ranks", type="log", tickvals=[2, 4, 8, 16, 64, 256]).update_yaxes(
         title="bytes sent, in sizes of the gradient", type="log"
@@ -129,7 +129,8 @@ def frontier() -> go.Figure:
     figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128], range=[0.5, 2.2])
     figure.update_yaxes(title="loss above ddp's, %", col=1)
     figure.update_yaxes(range=[-1.2, 3])
-    return figure.update_layout(title="What each budget of bytes buys, with AdamW", height=440, width=1200)
+    title = {"text": "What each budget of bytes buys, with AdamW", "y": 0.97}
+    return figure.update_layout(title=title, height=480, width=1200, margin={"t": 110})
 
 
 def averaging() -> go.Figure:
