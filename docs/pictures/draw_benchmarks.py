@@ -129,8 +129,7 @@ def frontier() -> go.Figure:
     figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128], range=[0.5, 2.2])
     figure.update_yaxes(title="loss above ddp's, %", col=1)
     figure.update_yaxes(range=[-1.2, 3])
-    title = {"text": "What each budget of bytes buys, with AdamW", "y": 0.97}
-    return figure.update_layout(title=title, height=480, width=1200, margin={"t": 110})
+    return figure.update_layout(height=440, width=1200)  # the titles of its parts leave no room for one over all
 
 
 def averaging() -> go.Figure:
