@@ -4,14 +4,12 @@ The learning rate is the one that `frontier` finds best for DDP with this model 
 here: what torchft has to send less needs a GPU.
 """
 
-import gc
-import json
-import logging
 import math
 import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks import peers
 from benchmarks.harness import Ratio, report
-from benchmarks.learning import HOSTS, averaged, measure
+from benchmarks.learning import HOSTS, averaged, measure, run_all
 from laconic.lab.link import sent_bytes
 from laconic.lab.tasks import BytesGPT
 
@@ -63,7 +61,7 @@ def optimizer(model: nn.Module) -> Optimizer:
     return AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01)
 
 
-def warm(seed: int, path: Path) -> None:
+def warm(seed: int, path: Path) -> dict[str, Any]:
     """DDP at a constant rate; the first host keeps what comes of it."""
     task = BytesGPT(SIZE)
     torch.manual_seed(seed)
@@ -75,9 +73,7 @@ def warm(seed: int, path: Path) -> None:
         one.step(next(batches))
     if dist.get_rank() == 0:
         torch.save((ddp.module.state_dict(), one.optimizer.state_dict()), path)
-        loss = task.evaluate(ddp.module)
-        print(json.dumps({"label": "warm", "seed": seed, "curve": [(0.0, loss)]}), flush=True)
-    dist.barrier()
+    return {"curve": [(0.0, task.evaluate(ddp.module))]}
 
 
 def train(name: str, seed: int, path: Path) -> dict[str, Any]:
@@ -114,23 +110,14 @@ def train(name: str, seed: int, path: Path) -> dict[str, Any]:
 
 
 def host(what: str, folder: Path) -> None:
-    """One of the hosts: warm models of all seeds, or all runs of all seeds; each seed begins with another one."""
-    torch.set_num_threads(1)
-    logging.disable(logging.WARNING)
-    dist.init_process_group("gloo")
-    for seed in SEEDS:
-        path = folder / f"{seed}.pt"
-        if what == "warm":
-            warm(seed, path)
-            continue
-        first = seed * len(RUNS) // len(SEEDS)
-        for label in [*RUNS][first:] + [*RUNS][:first]:
-            found = train(label, seed, path)
-            gc.collect()
-            if dist.get_rank() == 0:
-                print(json.dumps({"label": label, "seed": seed, **found}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    """Warm models of all seeds, or all runs of all seeds; each seed begins with another one."""
+    paths = {seed: folder / f"{seed}.pt" for seed in SEEDS}
+    if what == "warm":
+        run_all(("warm", seed, partial(warm, seed, path)) for seed, path in paths.items())
+        return
+    names, shift = [*RUNS], len(RUNS) // len(SEEDS)
+    turns = {seed: names[seed * shift :] + names[: seed * shift] for seed in SEEDS}
+    run_all((label, seed, partial(train, label, seed, paths[seed])) for seed in SEEDS for label in turns[seed])
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,19 +84,23 @@ def train(name: str, steps: int, seed: int) -> dict[str, Any]:
     return {"curve": curve, "sent": sent, "steps": steps}
 
 
-def host() -> None:
-    """All runs of all seeds, as one of the hosts."""
+def run_all(runs: Iterable[tuple[str, int, Callable[[], dict[str, Any]]]]) -> None:
+    """As one of the hosts: run after run, each with its label and seed; the first host prints what comes of it."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")
-    for seed in SEEDS:
-        for label, (name, steps) in RUNS.items():
-            found = train(name, steps, seed)
-            gc.collect()
-            if dist.get_rank() == 0:
-                print(json.dumps({"label": label, "seed": seed, **found}), flush=True)
+    for label, seed, run in runs:
+        found = run()
+        gc.collect()
+        if dist.get_rank() == 0:
+            print(json.dumps({"label": label, "seed": seed, **found}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def host() -> None:
+    """All runs of all seeds."""
+    run_all((label, seed, partial(train, name, steps, seed)) for seed in SEEDS for label, (name, steps) in RUNS.items())
 
 
 def measure(module: str, link: str, *arguments: str) -> list[dict[str, Any]]:

@@ -106,12 +106,7 @@ def predict(
     chosen = read(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    count = chosen.cycle if steps is None else steps
-    if count is None:
-        raise ValueError(f"{chosen} has a schedule that does not say its cycle, so that one can't be predicted; give steps=")
-    if steps is None and chosen.averaging is not None and isinstance(chosen.averaging.moments, tuple):
-        common = math.lcm(count, *(period for _, period in chosen.averaging.moments))
-        count *= min(common, max(LONGEST_CYCLE, count)) // count
+    count = _cycle(chosen) if steps is None else steps
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
     module = model.module if isinstance(model, DistributedDataParallel) else model
@@ -137,6 +132,16 @@ def predict(
         if between is not None:
             total += between.after(now + 1)
     return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
+
+
+def _cycle(strategy: Strategy) -> int:
+    """The strategy's, in which its moments' periods fit, too; some ten thousand steps, where that would be longer."""
+    cycle = strategy.cycle
+    if cycle is None:
+        raise ValueError(f"{strategy} has a schedule that does not say its cycle, so that one can't be predicted; give steps=")
+    moments = strategy.averaging.moments if strategy.averaging else ()
+    periods = [period for _, period in moments] if isinstance(moments, tuple) else []
+    return min(math.lcm(cycle, *periods), max(LONGEST_CYCLE, cycle)) // cycle * cycle
 
 
 def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> dict[str, int]:
