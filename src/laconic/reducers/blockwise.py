@@ -208,11 +208,6 @@ def _decode(
         target = out[piece.numbers]
         numbers = work[: target.numel()].copy_(codes[piece.numbers])
         columns = piece.columns(scales[piece.scales])
-        if target.dtype != torch.float32:
-            for matrix, factor in zip(piece.matrices(numbers), columns, strict=True):
-                matrix.mul_(factor)
-            target.copy_(numbers)
-            continue
         for matrix, place, factor in zip(*map(piece.matrices, (numbers, target)), columns, strict=True):
             if add:
                 place.addcmul_(matrix, factor)
