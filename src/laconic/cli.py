@@ -54,6 +54,9 @@ def compare(
         typer.Option("-s", "--strategy", help="a strategy; give it several times; a reducer of your own is module:Name(...)"),
     ] = None,
     workers: Annotated[int, typer.Option(help="processes, 2 at least, each behind a link of its own")] = 4,
+    island_size: Annotated[
+        int, typer.Option(min=1, help="workers that hold one model together, sharded by fully_shard, behind one link")
+    ] = 1,
     link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
     seconds: Annotated[
         float | None, typer.Option(min=1, help=f"time of each run: who learns most in it?  [default: {SECONDS:g}]")
@@ -79,7 +82,7 @@ def compare(
         if seconds is not None and steps is not None:
             raise ValueError("--seconds gives every strategy the same time, --steps the same number of steps: give one of them")
         length = (SECONDS if seconds is None else seconds) if steps is None else None
-        _compare(console, task, strategy or [], workers, link, length, steps, warm, seeds, out, resume)
+        _compare(console, task, strategy or [], workers, island_size, link, length, steps, warm, seeds, out, resume)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except (ValueError, TypeError, RuntimeError, OSError) as error:
@@ -91,6 +94,7 @@ def _compare(
     task: str,
     chosen: list[str],
     workers: int,
+    island_size: int,
     link: str,
     seconds: float | None,
     steps: int | None,
@@ -114,9 +118,9 @@ def _compare(
     name = str(Path(task).resolve()) if task.endswith(".py") else loaded.name
     begun = loaded.warm_steps if warm is None else warm
     unique = list(dict.fromkeys(strategies))
-    comparison = Comparison(name, unique, workers, cable, steps or 0, range(seeds), seconds, begun)
+    comparison = Comparison(name, unique, workers, cable, steps or 0, range(seeds), seconds, begun, island_size)
     results = begin(comparison)
-    results.command = _command(task, chosen, workers, link, seconds, steps, warm, out)
+    results.command = _command(task, chosen, workers, island_size, link, seconds, steps, warm, out)
     if resume and (out / records.FILE).exists():
         resumed(results, comparison, out)
     records.check_room(out)
@@ -138,6 +142,7 @@ def _command(
     task: str,
     chosen: list[str],
     workers: int,
+    island_size: int,
     link: str,
     seconds: float | None,
     steps: int | None,
@@ -149,7 +154,8 @@ def _command(
 
     length = ["--steps", str(steps)] if seconds is None else ["--seconds", f"{seconds!r}"]
     words = ["laconic", "compare", task, *(word for text in chosen for word in ("-s", text))]
-    words += ["--workers", str(workers), "--link", link, *length, *(["--warm", str(warm)] if warm is not None else [])]
+    words += ["--workers", str(workers), *(["--island-size", str(island_size)] if island_size > 1 else [])]
+    words += ["--link", link, *length, *(["--warm", str(warm)] if warm is not None else [])]
     return join([*words, "--out", str(out)])
 
 
@@ -178,6 +184,12 @@ def run_(
         str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(64)" or "ddp(reducer=module:Name())"')
     ],
     link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
+    island_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="ranks that hold one replica of a model sharded by fully_shard; with --link they share a host"
+        ),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="write what is sent, waited for and lost there: see watch")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="with --record, for TensorBoard too")] = False,
 ) -> None:
@@ -197,8 +209,9 @@ def run_(
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
     try:
         cable = parse(link)
-        rehearsal = None if cable.bits_per_second is None else partial(rehearse, link=cable)
-        code = launch(strategy, context.args, record, tensorboard=tensorboard, rehearsal=rehearsal)
+        hosts = partial(rehearse, link=cable, island_size=island_size or 1)
+        rehearsal = None if cable.bits_per_second is None else hosts
+        code = launch(strategy, context.args, record, tensorboard=tensorboard, rehearsal=rehearsal, island_size=island_size)
     except (ValueError, TypeError) as error:
         _fail(error)
     except KeyboardInterrupt:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic._torch.ddp import bucket_assignment
+from laconic._torch.fsdp import is_dtensor, shard_groups
 from laconic.comm import dryrun
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, Traffic
 from laconic.comm.exchange import Rounds
-from laconic.comm.flat_tensors import unflatten
+from laconic.comm.flat_tensors import local, unflatten
 from laconic.comm.scopes import AUTO, Scope
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import anchor_dtype
@@ -83,6 +84,8 @@ def predict(
     step: int = AFTER_WARMUP,
     steps: int | None = None,
     sizes: Mapping[str, int] | None = None,
+    shards: int = 1,
+    shard: int = 0,
 ) -> Forecast:
     """Bytes and collectives of one rank, worked out on meta tensors.
 
@@ -91,6 +94,11 @@ def predict(
     per step: compare strategies by `wire_bytes_per_step`. `buckets` are lists of parameter names, as `run.layout()`
     gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
     in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
+
+    Of a model that `fully_shard` has sharded, a rank's bytes are those of its shards, `world_size` is the number of islands,
+    and buckets are the groups of `fully_shard`. With `shards`, a whole model is counted as if each parameter were cut by rows into
+    so many, of which this rank holds number `shard`, as `fully_shard` cuts them.
+
     Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's optimizers have
     them; the cycle is one of theirs, too, or some ten thousand steps where that would be longer. What `moments="average"`
     sends is not counted: how many there are depends on the optimizer. Nor is a period that follows the learning rate: QSR
@@ -106,21 +114,26 @@ def predict(
     chosen = read(strategy)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if shards < 1 or not 0 <= shard < shards:
+        raise ValueError(f"shards must be at least 1, and shard from 0 to shards - 1, got shards={shards}, shard={shard}")
     count = _cycle(chosen) if steps is None else steps
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
-    if not named:
+    whole = trained(module)
+    if not whole:
         raise ValueError("the model has no parameters that are trained")
-    groups = default_buckets(named) if buckets is None else buckets
+    named = {name: _shard(parameter, shards, shard) for name, parameter in whole.items()}
+    in_backward = {**named, **_reduced(module, named)}
+    groups = (_sharded_buckets(module, whole) or default_buckets(named)) if buckets is None else buckets
     unknown = [name for names in groups for name in names if name not in named]
     if unknown:
         raise ValueError(f"buckets name parameters that the model doesn't train: {', '.join(unknown)}")
     known = {"node": world_size, AUTO: 1, "world": world_size, **(sizes or {})}
     if sizes and "node" in sizes:
         known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
-    between = _BetweenSteps(chosen.averaging, named, dict(module.named_buffers()), known, step) if chosen.averaging else None
+    buffers = dict(module.named_buffers())
+    between = _BetweenSteps(chosen.averaging, whole, named, buffers, known, step) if chosen.averaging else None
     gradients = Exchanges(chosen.reducer)
     total = Traffic()
     for now in range(step, step + count):
@@ -128,7 +141,7 @@ def predict(
         size = _size(scope, known)
         if scope is not None and (size > 1 or scope == "world"):
             for names in groups:
-                total += gradients.cost({name: named[name] for name in names}, size, now, now)
+                total += gradients.cost({name: in_backward[name] for name in names}, size, now, now)
         if between is not None:
             total += between.after(now + 1)
     return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
@@ -153,7 +166,7 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
     """
     chosen = read(strategy)
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    named = {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+    named = {name: _shard(parameter, 1, 0) for name, parameter in trained(module).items()}
     reducer: Reducer | None = chosen.reducer if chosen.route.at(AFTER_WARMUP) is not None else None
     if chosen.averaging is not None:
         reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
@@ -163,6 +176,34 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
         return dict.fromkeys(named, 0)
     exchanges = Exchanges(reducer)
     return {name: exchanges.cost({name: named[name]}, world_size, AFTER_WARMUP, AFTER_WARMUP).wire_bytes for name in named}
+
+
+def trained(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def _shard(parameter: Tensor, shards: int, number: int) -> Tensor:
+    """What a rank holds of a parameter, as a meta tensor: of a DTensor its own part, else the rows that it would hold."""
+    mine = local(parameter)
+    if is_dtensor(parameter) or shards == 1 or mine.dim() == 0:
+        return torch.empty_like(mine, device="meta")
+    rows = -(-mine.shape[0] // shards)
+    held = min(rows, max(0, mine.shape[0] - number * rows))
+    return torch.empty((held, *mine.shape[1:]), dtype=mine.dtype, device="meta")
+
+
+def _reduced(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The shards as gradients travel: `fully_shard` may reduce them in another dtype."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found = {names[id(one)]: group.reduce_dtype for group in shard_groups(module) for one in group.parameters}
+    return {name: named[name].to(dtype) for name, dtype in found.items()}
+
+
+def _sharded_buckets(module: nn.Module, whole: Mapping[str, Tensor]) -> list[list[str]]:
+    """The groups of `fully_shard`, in the order in which they leave; none of a model that is not sharded."""
+    names = {id(parameter): name for name, parameter in module.named_parameters() if name in whole}
+    return [[names[id(one)] for one in group.parameters] for group in shard_groups(module)[::-1]]
 
 
 def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
@@ -203,6 +244,7 @@ class _BetweenSteps:
     def __init__(
         self,
         averaging: Averaging,
+        whole: Mapping[str, Tensor],
         named: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         sizes: Mapping[str, int],
@@ -215,7 +257,7 @@ class _BetweenSteps:
         self._moments: dict[int, Traffic] = {}  # by how many of each parameter's are averaged at once
         if averaging.deltas is not None:
             self._deltas = Exchanges(averaging.deltas.reducer)
-            self._fragments = fragments(named, averaging.deltas.fragments, averaging.deltas.order)
+            self._fragments = fragments(whole, averaging.deltas.fragments, averaging.deltas.order)
 
     def after(self, step: int) -> Traffic:
         """Sent after `step` completed steps."""

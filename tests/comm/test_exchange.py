@@ -104,7 +104,7 @@ def test_ranks_that_go_on_and_texts_that_differ_are_known_to_all() -> None:
 class Timed:
     """A group whose collectives take a second each, by a clock of its own."""
 
-    rank, world = 0, 2
+    rank, world, who = 0, 2, "2 ranks"
 
     def __init__(self) -> None:
         self.now = 0.0

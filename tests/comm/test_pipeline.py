@@ -59,7 +59,7 @@ class Group:
     """One rank's side of a meeting; it takes its time before each launch."""
 
     def __init__(self, meeting: Meeting, rank: int, seed: int = 0) -> None:
-        self.meeting, self.rank, self.world = meeting, rank, meeting.world
+        self.meeting, self.rank, self.world, self.who = meeting, rank, meeting.world, "the ranks of a meeting"
         self.chance = random.Random(f"{seed} {rank}")
 
     def launch(self, collective: Collective) -> Handle:

@@ -36,7 +36,7 @@ class Stuck:
 
 
 class Alone:
-    rank, world = 0, 2
+    rank, world, who = 0, 2, "2 ranks"
 
     def launch(self, collective: Collective) -> Stuck:
         return Stuck()
@@ -68,7 +68,7 @@ def test_how_long_a_failed_backward_is_waited_for_is_set_in_one_place(monkeypatc
     monkeypatch.setattr(polling, "POLL_SECONDS", 0.25)
     parameter = torch.ones(2)
     hook = GradientHook(Exact(), Alone(), {id(parameter): "weight"}, {"weight": {}}, Ledger())
-    hook.arrive(Filled(parameter))  # type: ignore[arg-type]
+    hook.arrive(Filled(parameter))
     with pytest.warns(UserWarning, match="a peer never launched its part"):
         hook.settle()
     assert Stuck.waits == [pytest.approx(0.25, abs=0.1)]
@@ -93,7 +93,7 @@ class Complete:
 class Listed:
     """Lists what leaves: numbers are (parameter, round)."""
 
-    rank, world = 1, 3
+    rank, world, who = 1, 3, "3 ranks"
 
     def __init__(self) -> None:
         self.left: list[tuple[int, ...]] = []
@@ -139,7 +139,7 @@ def listed(counts: Sequence[int]) -> tuple[GradientHook, Listed, dict[str, dict[
 
 
 def arrive(hook: GradientHook, *places: int, last: int | None = 3) -> list[Future[Tensor]]:
-    return [hook.arrive(Filled(PARAMETERS[place], place, place == last)) for place in places]  # type: ignore[arg-type]
+    return [hook.arrive(Filled(PARAMETERS[place], place, place == last)) for place in places]
 
 
 def test_collectives_leave_in_the_order_that_the_docs_say() -> None:
@@ -170,11 +170,11 @@ def test_another_layout_of_buckets_is_expected_anew() -> None:
     assert hook.layout() == [["0"], ["1"], ["2"], ["3"]]
     group.left.clear()
     for number, place in enumerate((0, 2, 1, 3)):
-        hook.arrive(Filled(PARAMETERS[place], number, number == 3))  # type: ignore[arg-type]
+        hook.arrive(Filled(PARAMETERS[place], number, number == 3))
     assert hook.layout() == [["0"], ["2"], ["1"], ["3"]]
     assert group.left == [(0, 0), (2, 0), (0, 1), (1, 0), (3, 0), (2, 1), (1, 1), (3, 1)]
     for number, place in enumerate((0, 2)):
-        hook.arrive(Filled(PARAMETERS[place], number, number == 1))  # type: ignore[arg-type]
+        hook.arrive(Filled(PARAMETERS[place], number, number == 1))
     assert hook.layout() == [["0"], ["2"]], "of the last backward"
 
 

@@ -53,8 +53,8 @@ def test_a_delay_is_had_or_refused_in_one_line() -> None:
     assert answer is None or (answer.count("\n") == 0 and "can't be had here" in answer)
 
 
-def run(code: str, hosts: int, link: Link) -> tuple[str, int]:
-    process = start([sys.executable, "-c", code], hosts, link, os.environ)
+def run(code: str, hosts: int, link: Link, per_host: int = 1) -> tuple[str, int]:
+    process = start([sys.executable, "-c", code], hosts, link, os.environ, per_host=per_host)
     output, _ = process.communicate(timeout=60)
     return output, process.returncode
 
@@ -147,21 +147,79 @@ def test_without_a_limit_they_are_plain_processes() -> None:
     assert (sorted(output.splitlines()), code) == (["127.0.0.1 2 0 0 0 1 1", "127.0.0.1 2 1 1 0 1 1"], 0)
 
 
+@pytest.mark.parametrize("per_host", [1, 3])
 @pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
-def test_one_that_fails_ends_the_others(link: Link) -> None:
+def test_one_that_fails_ends_the_others(link: Link, per_host: int) -> None:
     start_ = time.monotonic()
-    _, code = run("import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(50)", 3, link)
-    assert code == 7
+    code = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit(7); time.sleep(50)"
+    _, status = run(code, 3 // per_host, link, per_host)
+    assert status == 7
     assert time.monotonic() - start_ < 30
 
 
-def test_one_that_is_killed_is_named_though_others_fail_first() -> None:
+@pytest.mark.parametrize(("link", "per_host"), [(Link(), 1), pytest.param(LIMITED, 2, marks=needs_link)], ids=str)
+def test_one_that_is_killed_is_named_though_others_fail_first(link: Link, per_host: int) -> None:
     code = (
         "import os, sys, time; rank = os.environ['RANK']; rank == '1' and os.kill(os.getpid(), 9); time.sleep(0.3); sys.exit(5)"
     )
-    output, status = run(code, 2, Link())
+    output, status = run(code, 2, link, per_host)
     assert status in (5, 128 + 9), "whichever was seen first"
     assert "worker 1 was killed by SIGKILL\n" in output
+
+
+NUMBERS = """
+import os, sys
+text = "{RANK} {GROUP_RANK} {LOCAL_RANK} {LOCAL_WORLD_SIZE} {WORLD_SIZE} ".format(**os.environ)
+sys.stdout.write(text + os.readlink("/proc/self/ns/net") + chr(10))
+"""
+
+
+@pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
+def test_workers_of_one_host_share_its_network(link: Link) -> None:
+    output, code = run(NUMBERS, 2, link, per_host=3)
+    assert code == 0, output
+    *numbers, where = zip(*(line.split() for line in sorted(output.splitlines())), strict=True)
+    assert ["".join(column) for column in numbers] == ["012345", "000111", "012012", "333333", "666666"]
+    own = str(Path("/proc/self/ns/net").readlink())
+    assert len(set(where[:3])) == len(set(where[3:])) == 1
+    assert set(where) == {own} if link == Link() else len({*where, own}) == 3
+
+
+INSIDE = """
+import sys, torch, torch.distributed as dist
+from laconic.lab.link import sent_bytes
+dist.init_process_group("gloo")
+rank, cable = dist.get_rank(), [sent_bytes()]
+for ranks in ([0, 1], [0, 2]):
+    group = dist.new_group(ranks)
+    dist.barrier()
+    if rank in ranks:
+        dist.all_reduce(torch.ones(250_000), group=group)
+    cable.append(sent_bytes())
+    dist.barrier()
+if rank == 0:
+    sys.stdout.write(f"cable {cable[1] - cable[0]} {cable[2] - cable[1]}\\n")
+"""
+
+
+@needs_link
+def test_what_workers_of_one_host_send_each_other_is_not_on_its_cable() -> None:
+    output, code = run(INSIDE, 2, LIMITED, per_host=2)
+    assert code == 0, output
+    (words,) = (line.split() for line in output.splitlines() if line.startswith("cable"))
+    within, across = map(int, words[1:])
+    assert within < 50_000, "of one megabyte"
+    assert 1_000_000 < across < 1_200_000
+
+
+@needs_link
+def test_a_host_goes_with_its_last_worker_and_not_with_its_first() -> None:
+    code = (
+        "import os, sys, time\nfrom laconic.lab.link import sent_bytes\n"
+        "os.environ['LOCAL_RANK'] == '0' and sys.exit()\ntime.sleep(0.5)\n"
+        "sys.stdout.write(f'{sent_bytes() is not None}\\n')"
+    )
+    assert run(code, 2, LIMITED, per_host=2) == ("True\n" * 2, 0)
 
 
 def with_mark(mark: str) -> list[str]:
@@ -175,13 +233,15 @@ def with_mark(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
-def test_nothing_outlives_a_parent_that_is_killed(link: Link) -> None:
-    mark = f"mark{os.getpid()}{link.bits_per_second or 0}"
+@pytest.mark.parametrize(
+    ("link", "per_host"), [(Link(), 1), *(pytest.param(LIMITED, count, marks=needs_link) for count in (1, 2))], ids=str
+)
+def test_nothing_outlives_a_parent_that_is_killed(link: Link, per_host: int) -> None:
+    mark = f"mark{os.getpid()}{link.bits_per_second or 0}_{per_host}"
     code = (
         "import os, sys, time\nfrom laconic.lab.link import Link, start\n"
-        f"process = start([sys.executable, '-c', 'import time; {mark} = 1; time.sleep(100)'], 2, "
-        f"Link({link.bits_per_second}), os.environ)\nprint('up', flush=True)\ntime.sleep(100)"
+        f"process = start([sys.executable, '-c', 'import time; {mark} = 1; time.sleep(100)'], {2 // per_host}, "
+        f"Link({link.bits_per_second}), os.environ, per_host={per_host})\nprint('up', flush=True)\ntime.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
@@ -220,7 +280,9 @@ def test_an_ordinary_user_has_links_too() -> None:
         "import os, sys\nfrom laconic.lab.link import Link, refusal, start\n"
         "print(os.geteuid(), refusal(Link(20_000_000)))\n"
         f"process = start([sys.executable, '-c', {SEND!r}], 2, Link(20_000_000), os.environ)\n"
-        "print(process.communicate()[0], process.returncode)"
+        "print(process.communicate()[0], process.returncode)\n"
+        f"process = start([sys.executable, '-c', {NUMBERS!r}], 1, Link(20_000_000), os.environ, per_host=2)\n"
+        "print(len(process.communicate()[0].splitlines()), process.returncode)"
     )
     done = subprocess.run([*AS_SOMEBODY, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     lines = done.stdout.split()
@@ -228,7 +290,7 @@ def test_an_ordinary_user_has_links_too() -> None:
     words = dict(zip(lines[2::2], lines[3::2], strict=False))
     assert words["got"] == "4000000"
     assert float(words["seconds"]) > 1.2
-    assert lines[-1] == "0"
+    assert lines[-3:] == ["0", "2", "0"], "and islands"
 
 
 @needs_user_namespaces

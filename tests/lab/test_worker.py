@@ -126,7 +126,7 @@ def test_a_run_of_so_many_seconds_begins_in_the_warm_start_and_its_schedule_ends
         ready = worker.build({**job, "start": str(tmp_path / "kept.pt")})
         steps = worker.steps_within({**job, "seconds": 0.5}, ready)
         assert 20 <= steps <= 60, "of ten milliseconds and a little more each"
-        now, there = ready.model.module.state_dict(), kept["model"]
+        now, there = ready.bare.state_dict(), kept["model"]
         assert all(torch.equal(now[name], there[name]) for name in there), "steps to know the pace by leave no trace"
         assert str(ready.optimizer.state_dict()) == str(kept["optimizer"])
         worker.train({**job, "seconds": 0.5, "start": str(tmp_path / "kept.pt")})

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from laconic.ranks.agreement import differences
 from laconic.ranks.presence import Presence, UnevenError
 
-MEMBERS = [3, 5]  # what a person calls them
+MEMBERS = ["rank 3", "rank 5"]  # what a person calls them
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_loads_are_made_together_each_time(calls: list[Presence]) -> None:
 
 def test_the_first_fact_that_differs_is_named_for_each_rank() -> None:
     reports = ["a\nb\nc", "a\nb\nc", "a\nx\ny", "a\nb", "a\nb\nc\nd"]
-    assert differences(reports, [10, 11, 12, 13, 14]) == [
+    assert differences(reports, [f"rank {rank}" for rank in range(10, 15)]) == [
         "rank 12 has x, rank 10 has b",
         "rank 13 has nothing, rank 10 has c",
         "rank 14 has d, rank 10 has nothing",

@@ -1,6 +1,7 @@
 """Digests of replicas: bits that differ show, wherever they are; bits that don't, don't."""
 
 import re
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -66,6 +67,7 @@ class Three(TorchGroup):
     """Ranks 4, 7 and 9, of which this is the first, and what they have."""
 
     members, rank, world = [4, 7, 9], 0, 3
+    places: Mapping[int, str] = {}
 
     def __init__(self, replicas: list[dict[str, Tensor]]) -> None:
         self.replicas = replicas

@@ -11,16 +11,35 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import laconic
 from laconic.comm.group import TorchGroup
-from laconic.comm.scopes import AUTO, OUTSTANDING
+from laconic.comm.scopes import AUTO, HEARTBEATS, OUTSTANDING
 from laconic.ranks.groups import Groups, check_scopes
-from laconic.run.arguments import Arguments, check, check_route, check_sharded, scopes
+from laconic.ranks.islands import whole
+from laconic.run.arguments import Arguments, Place, check, check_route, check_sharded, scopes
+
+
+class Two:
+    """As much of a process group as is asked here."""
+
+    def size(self) -> int:
+        return 2
+
+
+TWO: Any = Two()
 
 
 def plan(model: nn.Module | None = None, **options: Any) -> Arguments:
     model = model or nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(4))
-    given = {"strategy": "diloco(4)", "scaler": None, "uneven": "error", "mesh": None, "world": 2, "check_every": 0, **options}
+    given = {
+        "strategy": "diloco(4)",
+        "scaler": None,
+        "uneven": "error",
+        "mesh": None,
+        "replicate": "replicate",
+        "check_every": 0,
+        **options,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return check(model, given.pop("optimizer", optimizer), **given)
+    return check(model, given.pop("optimizer", optimizer), ranks=whole(TWO), **given)
 
 
 def test_ranks_that_differ_in_anything_have_other_facts() -> None:
@@ -57,7 +76,7 @@ def test_what_is_trained_is_averaged_and_nothing_else() -> None:
         ("hierarchical_sgd({2: 2, 4: 'rack'})", {2, "rack"}),
         ("diloco(4)", {"world"}),
         ("streaming_diloco(4, fragments=1, delay=0)", {"world"}),
-        ("streaming_diloco(4, fragments=1, delay=1)", {"world", OUTSTANDING}),
+        ("streaming_diloco(4, fragments=1, delay=1)", {"world", OUTSTANDING, HEARTBEATS}),
     ],
 )
 def test_with_whom_a_strategy_communicates(text: str, wanted: set[str | int]) -> None:
@@ -77,18 +96,18 @@ def test_with_whom_a_strategy_communicates(text: str, wanted: set[str | int]) ->
 def test_groups_must_fit_the_ranks(text: str, world: int, fits: bool) -> None:
     strategy = laconic.strategy(text)
     if fits:
-        check_route(strategy, None, {"w": torch.zeros(2)}, world, None)
+        check_route(strategy, Place(None, {"w": torch.zeros(2)}, None, None), world)
     else:
         with pytest.raises(ValueError, match=r"must hold all 8 ranks|ranks can't be divided into groups of"):
-            check_route(strategy, None, {"w": torch.zeros(2)}, world, None)
+            check_route(strategy, Place(None, {"w": torch.zeros(2)}, None, None), world)
     check_scopes(["world", "node", AUTO, OUTSTANDING, 2], 4, None)
 
 
 def test_deltas_are_of_floats() -> None:
     odd = {"plain": torch.zeros(2), "odd": torch.zeros(2, dtype=torch.complex64)}
     with pytest.raises(ValueError, match=r"odd is torch.complex64; use local_sgd\(\)"):
-        check_route(laconic.diloco(4), None, odd, 2, None)
-    check_route(laconic.local_sgd(4), None, odd, 2, None)
+        check_route(laconic.diloco(4), Place(None, odd, None, None), 2)
+    check_route(laconic.local_sgd(4), Place(None, odd, None, None), 2)
 
 
 @pytest.mark.parametrize(

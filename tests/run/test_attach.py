@@ -85,9 +85,9 @@ def sharded_buffer() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 CASES: list[tuple[Callable[[], Any], str, dict[str, Any], type[Exception], str]] = [
     (sharded, "diloco(2)", {}, ValueError, "takes steps apart, and a ZeroRedundancyOptimizer"),
-    (fully_sharded, "int8()", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded models"),
-    (fully_sharded, "diloco(2)", {}, ValueError, "is sharded (0.weight is a DTensor), and laconic can't attach to sharded"),
-    (sharded_buffer, "diloco(2)", {}, ValueError, "is sharded (mask is a DTensor)"),
+    (fully_sharded, "int8()", {}, ValueError, "Sequential is sharded, and attach was given no mesh: it must know which"),
+    (fully_sharded, "diloco(2)", {}, ValueError, "Shard over islands: mesh = init_device_mesh(device, (islands, shards), "),
+    (sharded_buffer, "diloco(2)", {}, ValueError, "the buffer mask is a DTensor, and only parameters may be"),
     (bare_parameterless, "silent()", {}, ValueError, "ReLU has no parameters that are trained"),
     (lambda: pair(chain), "bf16()", {}, ValueError, "averages gradients, which needs a DistributedDataParallel"),
     (lambda: pair(lambda: build(chain)), "bf61()", {}, ValueError, "did you mean 'bf16'?"),

@@ -38,6 +38,11 @@ ZERO = "torch.distributed.optim.ZeroRedundancyOptimizer"
 ZERO_INFO = f"{ZERO}._overlap_info"
 ZERO_STATUS = "torch.distributed.optim.zero_redundancy_optimizer._OverlapStatus"
 TENSOR = "torch.Tensor"
+FSDP_STATE = "the state of a module that fully_shard has sharded"
+FSDP_GROUP = f"a group of {FSDP_STATE}"
+FSDP_SHARD = f"a parameter of {FSDP_GROUP}"
+FSDP_MESH = f"the mesh_info of {FSDP_GROUP}"
+FSDP_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 MIXED = "torch.nn.parallel.distributed"
 IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
 
@@ -90,6 +95,26 @@ PARTS = [
     Part(MIXED, "_ddp_mp_hook_state", "the hook that waits for a parameter's copy", mark=True),
     Part(MIXED, "_ddp_ignored", "which parameters have no such copy", mark=True),
     Part(IN_BACKWARD, "_in_backward_optimizers", "the optimizers to step in backward", mark=True),
+    Part("torch._C", "_current_graph_task_id", "tell one backward from another"),
+    # FSDP2
+    Part("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "which parameters a module communicates together"),
+    Part(FSDP_STATE, "_fsdp_param_groups", "which parameters a module communicates together"),
+    Part(FSDP_GROUP, "fsdp_params", "which parameters a module communicates together"),
+    Part(FSDP_GROUP, "mesh_info", "over which ranks gradients are reduced"),
+    Part(FSDP_MESH, "mesh", "over which ranks gradients are reduced"),
+    Part(FSDP_GROUP, "mp_policy", "in which dtype gradients are reduced"),
+    Part(FSDP_GROUP, "all_reduce_grads", "whether gradients are to be added up first"),
+    Part(FSDP_GROUP, "_reduce_scatter_process_group", "what gradients are divided by"),
+    Part(FSDP_GROUP, "_all_reduce_process_group", "what gradients are divided by"),
+    Part(FSDP_GROUP, "device", "what gradients are divided by"),
+    Part(FSDP_GROUP, "gradient_divide_factor", "what gradients are divided by"),
+    Part(FSDP_GROUP, "force_sum_reduction_for_comms", "what gradients are divided by"),
+    Part(FSDP_COLLECTIVES, "_get_gradient_divide_factors", "what gradients are divided by"),
+    Part(FSDP_GROUP, "_all_reduce_hook", "whether the user has a hook there already"),
+    Part(FSDP_SHARD, "sharded_param", "where the shards lie in the flat gradient"),
+    Part(FSDP_SHARD, "sharded_size", "where the shards lie in the flat gradient"),
+    Part(FSDP_SHARD, "padded_sharded_param_size", "where the shards lie in the flat gradient"),
+    Part(TENSOR, "_post_accumulate_grad_hooks", "whether somebody reads gradients before they are averaged"),
     # Loss scaling
     Part(SCALER, "_get_scale_async", "the loss scale, without waiting for an accelerator"),
     Part(SCALER, "_scale", "the loss scale, compared over ranks"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -21,3 +22,8 @@ def version(tensor: Tensor) -> int:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have this called when the backward that is running ends; a RuntimeError where none is running."""
     part(Variable, "_execution_engine").queue_callback(call)
+
+
+def backward_id() -> int:
+    """The number of the backward that is running, also in what is called at its end; -1 where none is."""
+    return int(part(torch._C, "_current_graph_task_id")())

@@ -109,7 +109,7 @@ class PendingExchange(Generic[Answer]):
             self._ledger.work_seconds += time.perf_counter() - began
         world = self._group.world
         self._ledger.launch(collective, world)
-        self._sent = f"{collective.kind} of {collective.payload_bytes} bytes among {world} ranks"
+        self._sent = f"{collective.kind} of {collective.payload_bytes} bytes"
         with self._explained():
             self._handle = self._group.launch(collective)
         self.launched += 1
@@ -121,7 +121,7 @@ class PendingExchange(Generic[Answer]):
         except RuntimeError as error:
             if not is_lost(error):
                 raise
-            raise CommunicationError(f"{self._sent} failed: {error}") from error
+            raise CommunicationError(f"{self._sent} among {self._group.who} failed: {error}") from error
 
 
 def check_generator(rounds: object) -> None:

@@ -9,8 +9,12 @@ CHUNK = 1 << 16
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The storage of a parameter that this rank may read and write in place."""
-    return parameter.detach()
+    """The storage of a parameter that this rank may read and write in place: of a DTensor, this rank's shard."""
+    if not hasattr(parameter, "to_local"):
+        return parameter.detach()
+    with torch.no_grad():
+        shard: Tensor = parameter.to_local()
+    return shard.detach()
 
 
 def stored(tensor: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Groups: through whom collectives are launched, and what becomes of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -45,6 +45,11 @@ class Group(Protocol):
     def rank(self) -> int: ...
     @property
     def world(self) -> int: ...
+    @property
+    def who(self) -> str:
+        """What a person calls its ranks."""
+        ...
+
     def launch(self, collective: Collective) -> Handle: ...
 
 
@@ -55,17 +60,33 @@ def _nothing() -> None:
 class TorchGroup:
     """A `torch.distributed` process group.
 
-    `check_peers` is called each time a wait has lasted `POLL_SECONDS`; it may raise to end the wait.
+    `check_peers` is called each time a wait has lasted `POLL_SECONDS`; it may raise to end the wait. `places` says where global
+    ranks are, where a number says too little.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, check_peers: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        check_peers: Callable[[], None] = _nothing,
+        places: Mapping[int, str] | None = None,
+    ) -> None:
         self.process_group = process_group
         self.check_peers = check_peers
+        self.places = places or {}
 
     @property
     def members(self) -> list[int]:
-        """The global ranks, by rank in this group: what a person calls them."""
+        """The global ranks, by rank in this group."""
         return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def names(self) -> list[str]:
+        """What a person calls them: "rank 3", or "rank 3 (island 1, shard 1)"."""
+        return [f"rank {rank} ({self.places[rank]})" if rank in self.places else f"rank {rank}" for rank in self.members]
+
+    @property
+    def who(self) -> str:
+        return ", ".join(self.names) if self.places else f"{self.world} ranks"
 
     @property
     def rank(self) -> int:

@@ -1,19 +1,19 @@
-"""The gradient hook: runs a reducer inside DDP's backward."""
+"""The gradient hook: runs a reducer inside backward, on the buckets of DDP or FSDP2."""
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from laconic.comm import group as polling
 from laconic.comm.bucket import Bucket, Slot
-from laconic.comm.exchange import PendingExchange, Reduced, check_reduced
-from laconic.comm.group import CommunicationError, Group
+from laconic.comm.collectives import AllGather
+from laconic.comm.exchange import PendingExchange, Reduced, Rounds, check_reduced, complete
+from laconic.comm.group import CommunicationError, Group, TorchGroup
 from laconic.comm.inspection import Inspector
 from laconic.comm.ledger import Ledger
 from laconic.comm.pipeline import Pipeline
@@ -21,6 +21,16 @@ from laconic.reducers.base import Reducer
 
 # A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
 DEPTH = 1
+
+
+class Gradients(Protocol):
+    """A bucket of gradients that backward has filled; `torch.distributed.GradBucket` is one."""
+
+    def index(self) -> int: ...
+    def is_last(self) -> bool: ...
+    def buffer(self) -> Tensor: ...
+    def gradients(self) -> list[Tensor]: ...
+    def parameters(self) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -40,9 +50,9 @@ class _Arrived(NamedTuple):
 
 
 class GradientHook:
-    """Averages DDP's buckets by a reducer: first rounds at once, later rounds in one fixed order.
+    """Averages buckets of gradients by a reducer: first rounds at once, later rounds in one fixed order.
 
-    A bucket's first round leaves as soon as DDP has filled the bucket. Its later ones leave from the pipeline alone: the next
+    A bucket's first round leaves as soon as backward has filled it. Its later ones leave from the pipeline alone: the next
     when a later bucket arrives, the rest when the last bucket has arrived. Which one leaves when depends on bucket numbers
     only, never on what has arrived, so the order is the same on all ranks whatever their speed. No memory is written before
     every bucket has arrived and every exchange is over: a backward that fails half-way leaves nothing behind.
@@ -68,13 +78,14 @@ class GradientHook:
         self.strategy = ""  # what a person calls it, in errors
         self.exchanges = 0  # of all gradients, so far
         self.inspector = Inspector()
+        self.island: TorchGroup | None = None  # the ranks with the other shards of this replica: they keep memory alike
         self._names, self._memory, self._ledger = names, memory, ledger
         self._depth = depth
         self._layouts: list[_Layout] = []
         self._expected: dict[Hashable, int] = {}  # rounds of each bucket, by its number
         self._pipeline = self._new_pipeline()
         self._arrived: list[_Arrived] = []
-        self._last = -1  # DDP's number of the bucket that came last
+        self._last = -1  # the number of the bucket that came last
 
     def use(self, reducer: Reducer, group: Group) -> None:
         """Average by another reducer, or with others, from the next backward on; all ranks together.
@@ -89,8 +100,8 @@ class GradientHook:
         """Parameter names, bucket by bucket, as of the last backward."""
         return [list(layout.names) for layout in self._layouts]
 
-    def arrive(self, gradients: dist.GradBucket) -> Future[Tensor]:
-        """DDP has filled a bucket; the future gets the mean."""
+    def arrive(self, gradients: Gradients) -> Future[Tensor]:
+        """Backward has filled a bucket; the future gets the mean."""
         index = gradients.index()
         if index <= self._last:
             self.settle()  # another backward
@@ -147,7 +158,7 @@ class GradientHook:
         results = [arrived.exchange.result for arrived in self._arrived]
         for arrived, result in zip(self._arrived, results, strict=True):
             check_reduced(result, arrived.numbers)
-        _share_verdict(results)
+        self._share_verdict(results)
         for arrived, result in zip(self._arrived, results, strict=True):
             result.finish()
             arrived.future.set_result(result.mean if arrived.scale is None else result.mean.mul_(arrived.scale))
@@ -155,7 +166,21 @@ class GradientHook:
         self._arrived, self._last = [], -1
         self.exchanges += 1
 
-    def _bucket(self, gradients: dist.GradBucket, number: int) -> Bucket:
+    def _share_verdict(self, results: Sequence[Reduced]) -> None:
+        """One bucket that is not finite, on any shard of the replica, keeps the memory of all as it was."""
+        verdicts = [result.good for result in results if result.good is not None]
+        apart = self.island is not None and bool(self.reducer.all_memory())
+        if len(verdicts) < 2 and not apart:
+            return
+        device = verdicts[0].device if verdicts else self._arrived[0].exchange.result.mean.device
+        whole = torch.stack([verdict.to(device) for verdict in verdicts]).all() if verdicts else torch.ones((), device=device)
+        if apart:
+            assert self.island is not None
+            whole = complete(_everywhere(whole), self.island, Ledger())
+        for verdict in verdicts:
+            verdict.copy_(whole)
+
+    def _bucket(self, gradients: Gradients, number: int) -> Bucket:
         flat = gradients.buffer()
         parameters = gradients.parameters()
         key = tuple(map(id, parameters))
@@ -183,13 +208,9 @@ class GradientHook:
         )
 
 
-def _share_verdict(results: Sequence[Reduced]) -> None:
-    """One bucket that is not finite keeps the memory of all as it was."""
-    verdicts = [result.good for result in results if result.good is not None]
-    if len(verdicts) > 1:
-        whole = torch.stack([verdict.to(verdicts[0].device) for verdict in verdicts]).all()
-        for verdict in verdicts:
-            verdict.copy_(whole)
+def _everywhere(verdict: Tensor) -> Rounds[Tensor]:
+    """Whether it is good on all ranks, as a tensor: nobody asks the device."""
+    return (yield AllGather(verdict.to(torch.uint8).view(1))).amin()
 
 
 def _one() -> float:

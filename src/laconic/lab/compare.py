@@ -34,10 +34,23 @@ class Comparison:
     seeds: Sequence[int] = (0,)
     seconds: float | None = None  # of the timed steps of each run, instead of `steps`
     warm: int = 0  # steps of ddp() before every run, made once
+    island_size: int = 1  # so many workers hold one model together, sharded, behind one link
 
     def __post_init__(self) -> None:
         if self.workers < 2:
             raise ValueError(f"--workers must be at least 2, got {self.workers}: one alone has nobody to communicate with")
+        if self.islands * self.island_size != self.workers:
+            raise ValueError(f"--workers must be a multiple of --island-size, got {self.workers} and {self.island_size}")
+        if self.islands < 2:
+            raise ValueError(
+                f"--workers must be at least twice --island-size, got {self.workers} and {self.island_size}: "
+                "one island alone has nobody to communicate with"
+            )
+
+    @property
+    def islands(self) -> int:
+        """Each has a model and a link of its own; where nothing is sharded, these are the workers."""
+        return self.workers // self.island_size
 
     def jobs(self) -> Iterator[tuple[str, int]]:
         """Seed by seed, and with each seed another strategy first: a slow minute of the machine hits another one each time."""
@@ -65,6 +78,7 @@ def begin(comparison: Comparison) -> Results:
         fingerprint=fingerprint(comparison.task, versions),
         seconds=comparison.seconds,
         warm=comparison.warm,
+        island_size=comparison.island_size,
     )
 
 
@@ -79,9 +93,9 @@ def resumed(results: Results, comparison: Comparison, out: Path) -> None:
     """Take over the runs of an interrupted comparison, if it was the same one."""
     before = records.read(out)
     former = {run.steps for run in before.runs} if before.seconds is None and before.runs else {comparison.steps}
-    there = (before.task, before.workers, before.link, before.link_note, former, before.seconds, before.warm)
+    there = (before.task, before.who, before.link, before.link_note, former, before.seconds, before.warm)
     asked = {comparison.steps}
-    here = (results.task, results.workers, results.link, results.link_note, asked, results.seconds, results.warm)
+    here = (results.task, results.who, results.link, results.link_note, asked, results.seconds, results.warm)
     if there != here:
         raise ValueError(
             f"{out} is of {_words(*there)}, and asked is {_words(*here)}: not the same comparison; give another --out"
@@ -115,10 +129,10 @@ def stopped(results: Results, out: Path) -> str:
     return f"stopped; what is finished is in {out}, and --resume goes on from there"
 
 
-def _words(task: str, workers: int, link: str, note: str | None, steps: Iterable[int], seconds: float | None, warm: int) -> str:
+def _words(task: str, who: str, link: str, note: str | None, steps: Iterable[int], seconds: float | None, warm: int) -> str:
     limit = f"{link}{' (not limited)' if note else ''}"
     length = f"{', '.join(map(str, sorted(steps)))} steps" if seconds is None else f"{seconds:g} seconds"
-    return f"{task}, {workers} workers, link {limit}, {length}" + (f", {warm} warm steps" if warm else "")
+    return f"{task}, {who}, link {limit}, {length}" + (f", {warm} warm steps" if warm else "")
 
 
 def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Results, board: Board) -> Iterator[Record]:
@@ -140,7 +154,7 @@ def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Resu
         }
         for strategy, seed in jobs
     ]
-    with Workers(orders, comparison.workers, link) as workers:
+    with Workers(orders, comparison.workers, link, island_size=comparison.island_size) as workers:
         for strategy, seed in jobs:
             board.begin(strategy)
             told = workers.told(strategy, functools.partial(board.heard, strategy))
@@ -154,8 +168,8 @@ def _record(
     steps = last["step"]
     step_ms = last["seconds"] / last["timed"] * 1e3
     wait = None if end["wait_seconds"] is None else end["wait_seconds"] / last["timed"] * 1e3
-    wire = wire_seconds(end["wire_bytes"], comparison.link)
-    wire += delay_seconds(end["collectives"], comparison.workers, comparison.link)
+    wire = wire_seconds(end["wire_bytes"], comparison.link) * comparison.island_size  # what its workers send shares a link
+    wire += delay_seconds(end["collectives"], comparison.islands, comparison.link)
     bytes_per_step = {
         "counted": last["bytes"] / steps,
         "predicted": end["predicted"] / steps,

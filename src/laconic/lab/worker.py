@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -36,12 +38,26 @@ class Trainee(NamedTuple):
     """What is trained, ready for its first step."""
 
     task: tasks.Task
-    model: DistributedDataParallel
+    model: nn.Module  # a DistributedDataParallel, or sharded
     optimizer: Optimizer
+    mesh: DeviceMesh | None = None  # of the islands over which it is sharded
+
+    @property
+    def bare(self) -> nn.Module:
+        """The task's own model."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    @property
+    def replicas(self) -> int:
+        """So many workers, or islands, have a model each."""
+        return dist.get_world_size() if self.mesh is None else self.mesh["replicate"].size()
 
 
-def build(job: Mapping[str, Any]) -> Trainee:
-    """A task's model and optimizer, as its own function `warm` leaves them, or a warm start of the lab's."""
+def build(job: Mapping[str, Any], mesh: DeviceMesh | None = None) -> Trainee:
+    """A task's model and optimizer, as its own function `warm` leaves them, or a warm start of the lab's.
+
+    With a mesh of islands, the model is sharded then; its optimizer's memory comes with it.
+    """
     task = tasks.load(job["task"])
     torch.manual_seed(job["seed"])
     model = DistributedDataParallel(task.model())
@@ -55,7 +71,15 @@ def build(job: Mapping[str, Any]) -> Trainee:
         except Exception as error:  # whatever a damaged file leads to
             said = f"the warm start {job['start']} can't be used ({type(error).__name__}: {error}); delete it, and run again"
             raise TaskError(said) from error
-    return Trainee(task, model, optimizer)
+    if mesh is None:
+        return Trainee(task, model, optimizer)
+    from laconic.lab.islands import shard, shard_state  # half a second to import: DTensors
+
+    bare = model.module  # in which DDP has made the weights the same on all workers
+    shard(bare, mesh)
+    sharded = task.optimizer(bare)
+    shard_state(optimizer.state_dict(), sharded)
+    return Trainee(task, bare, sharded, mesh)
 
 
 def step(trainee: Trainee, batch: Any) -> None:
@@ -78,15 +102,15 @@ def warm_up(job: Mapping[str, Any]) -> None:
             tell({"kind": "tick", "step": number + 1, "bytes": 0})
     if rank == 0:
         partial = f"{job['save']}.{os.getpid()}"
-        torch.save({"model": trainee.model.module.state_dict(), "optimizer": trainee.optimizer.state_dict()}, partial)
+        torch.save({"model": trainee.bare.state_dict(), "optimizer": trainee.optimizer.state_dict()}, partial)
         os.replace(partial, job["save"])
         tell({"kind": "end"})
 
 
 def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
     """As many steps as take `job["seconds"]`, by the pace of some that are made for that alone; then all is as it was."""
-    model, optimizer, strategy = trainee.model, trainee.optimizer, laconic.strategy(job["strategy"])
-    kept = copy.deepcopy((model.module.state_dict(), optimizer.state_dict()))
+    model, optimizer, strategy = trainee.bare, trainee.optimizer, laconic.strategy(job["strategy"])
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     batches = trainee.task.batches(dist.get_rank(), dist.get_world_size(), job["seed"] + OTHER_DATA)
 
     def pace(steps: int) -> float:
@@ -100,7 +124,7 @@ def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
         dist.broadcast(took, 0)
         return took.item()
 
-    with laconic.attach(model, optimizer, job["strategy"]):
+    with laconic.attach(trainee.model, optimizer, job["strategy"], mesh=trainee.mesh):
         pace(job["warmup"])  # untimed in the run, too
         early, made = pace(PACED), job["warmup"] + PACED
         warm = max(0, strategy.warmup - job["warmup"])  # timed steps of a warm-up of the strategy's own
@@ -111,7 +135,7 @@ def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
             fitting = job["seconds"] / early - warm
             later = pace(_whole_periods(strategy, max(1, min(int(fitting), MOST_PACED))))
             count = warm + (job["seconds"] - warm * early) / later
-    model.module.load_state_dict(kept[0])
+    model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     return max(10, int(job["warmup"]) + round(count))
 
@@ -123,22 +147,33 @@ def _whole_periods(strategy: laconic.Strategy, most: int) -> int:
     return min(most, -(-12 // period) * period)
 
 
-def train(job: Mapping[str, Any]) -> None:
+def evaluate(trainee: Trainee) -> float:
+    """The held-out loss on the first worker; on all where the model is sharded, because they compute it together."""
+    model: Any = trainee.bare
+    with torch.no_grad():
+        model.eval()
+        value = trainee.task.evaluate(model) if dist.get_rank() == 0 or trainee.mesh is not None else 0.0
+        model.train()
+    if trainee.mesh is not None:
+        model.reshard()  # fully_shard leaves what is in no block whole after a forward, and the next one would take it as it is
+    return value
+
+
+def train(job: Mapping[str, Any], mesh: DeviceMesh | None = None) -> None:
     """All steps, with a look at the held-out loss of the averaged model now and then, which is not timed."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    trainee = build(job)
-    task, optimizer = trainee.task, trainee.optimizer
-    model: Any = trainee.model
+    trainee = build(job, mesh)
+    task, optimizer, replicas = trainee.task, trainee.optimizer, trainee.replicas
     steps = int(job["steps"]) if "steps" in job else steps_within(job, trainee)
     if rank == 0:
         tell({"kind": "plan", "steps": steps})
-    predicted = laconic.predict(job["strategy"], model.module, world_size=world, step=0, steps=steps, sizes={"node": 1})
+    predicted = laconic.predict(job["strategy"], trainee.bare, world_size=replicas, step=0, steps=steps, sizes={"node": 1})
     schedule = task.schedule(optimizer, steps)
     batches = task.batches(rank, world, job["seed"])
     torch.manual_seed(1000 * job["seed"] + rank)
     looks = {max(1, round(steps * share / job["looks"])) for share in range(1, job["looks"] + 1)}
     pace: deque[tuple[float, float | None]] = deque(maxlen=PACE)  # of each timed step: its seconds, and those of waiting in it
-    with laconic.attach(model, optimizer, job["strategy"]) as run:
+    with laconic.attach(trainee.model, optimizer, job["strategy"], mesh=mesh) as run:
         seconds, timed, start, ticked, kernel = 0.0, 0, 0.0, time.perf_counter(), sent_bytes()
         waited_before = run.stats().wait_seconds
         for number in range(1, steps + 1):
@@ -161,13 +196,12 @@ def train(job: Mapping[str, Any]) -> None:
                 dist.barrier()
                 seconds += time.perf_counter() - start
                 now = _at_rest(job["settle_seconds"])
-                with run.consensus(), torch.no_grad():
-                    model.eval()
-                    value = task.evaluate(model.module) if rank == 0 else 0.0
-                    model.train()
+                with run.consensus():
+                    value = evaluate(trainee)
                 if rank == 0:
                     sent = run.stats().wire_bytes
-                    cable = None if now is None or kernel is None else now - kernel
+                    # A worker's share: those of an island have one cable.
+                    cable = None if now is None or kernel is None else (now - kernel) * replicas / world
                     look = {"step": number, "seconds": seconds, "bytes": sent, "loss": value, "kernel": cable, "timed": timed}
                     tell({"kind": "look", **look})
                 if now is not None and kernel is not None:
@@ -210,15 +244,28 @@ def _at_rest(quiet_seconds: float) -> int | None:
     return sent
 
 
+def _mesh(on_a_host: int) -> DeviceMesh | None:
+    """The workers of one host are an island; None: each has a model of its own."""
+    if on_a_host == 1:
+        return None
+    from laconic.lab.islands import island_mesh
+
+    return island_mesh(on_a_host)
+
+
 def main() -> None:
     """The jobs are on standard input, a file that all workers share; what goes wrong is told, and ends them all."""
     torch.set_num_threads(1)
     jobs = json.loads(os.pread(0, os.fstat(0).st_size, 0))
     try:
         dist.init_process_group("gloo")
+        mesh = _mesh(int(os.environ["LOCAL_WORLD_SIZE"]))
         for job in jobs:
             dist.barrier()
-            (warm_up if "warm" in job else train)(job)
+            if "warm" in job:
+                warm_up(job)
+            else:
+                train(job, mesh)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:

@@ -21,10 +21,13 @@ class WorkerError(RuntimeError):
 
 
 class Workers:
-    """So many processes, each behind a link of its own, which do jobs in turn. Whatever ends the block, nothing is left."""
+    """So many processes, which do jobs in turn. Whatever ends the block, nothing is left.
 
-    def __init__(self, jobs: Sequence[Mapping[str, Any]], count: int, link: Link) -> None:
-        self._jobs, self._count, self._link = jobs, count, link
+    Each is behind a link of its own; or, in islands of several, those of one island behind one link.
+    """
+
+    def __init__(self, jobs: Sequence[Mapping[str, Any]], count: int, link: Link, *, island_size: int = 1) -> None:
+        self._jobs, self._count, self._link, self._island_size = jobs, count, link, island_size
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Workers":
@@ -33,7 +36,8 @@ class Workers:
             file.flush()
             environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
             command = [sys.executable, "-m", "laconic.lab.worker"]
-            self._process = start(command, self._count, self._link, environment, file)
+            hosts = self._count // self._island_size
+            self._process = start(command, hosts, self._link, environment, file, per_host=self._island_size)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

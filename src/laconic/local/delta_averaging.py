@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL, Bucket, Slot
-from laconic.comm.exchange import PendingExchange, Reduced, check_reduced
+from laconic.comm.exchange import PendingExchange, Reduced, check_reduced, complete
 from laconic.comm.flat_tensors import local, squared_norm, unflatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, sync_of_deltas
@@ -19,11 +19,9 @@ from laconic.local.fragment_exchange import FragmentExchange, PendingBucket
 from laconic.local.fragments import buckets
 from laconic.local.outliers import Norms
 from laconic.local.parameter_averaging import WINDOW
-from laconic.ranks.presence import Heartbeat, heartbeat
+from laconic.ranks.presence import Heartbeat, gather_flags, heartbeat
 from laconic.reducers.base import finite
 from laconic.strategies.strategy import Deltas
-
-HEARTBEAT = None  # the key of a heartbeat in a pipeline; those of buckets are their first parameters' names
 
 
 class DeltaAverager:
@@ -47,6 +45,8 @@ class DeltaAverager:
         fragments: Sequence[Sequence[str]],
         deltas: Deltas,
         group: TorchGroup,
+        heartbeats: TorchGroup,
+        island: TorchGroup | None,
         ledger: Ledger,
         control: Ledger,
         device: torch.device,
@@ -59,6 +59,7 @@ class DeltaAverager:
         self._given = dict(parameters)
         self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
         self._inspector = inspector
+        self._heartbeats, self._island = heartbeats, island  # who must be there; who holds the other shards of this replica
         self._on_reset = on_reset  # given the names of parameters that went back to the anchor
         self._rates = [rate for _, rate in inner] if rates else []
         self._memory: dict[str, Slot] = {name: {} for name in parameters}
@@ -131,6 +132,7 @@ class DeltaAverager:
     def abandon(self) -> None:
         """Forget what is outstanding."""
         for one in self._outstanding:
+            one.heartbeat.abandon(0)
             one.pipeline.abandon(0)
         self._outstanding = []
 
@@ -140,7 +142,7 @@ class DeltaAverager:
         """At once, a few buckets outstanding at a time; none where the heartbeat says that the sync is to be skipped."""
         square = squared_norm(self._delta(name) for name in self.fragments[fragment])
         pipeline = Pipeline(self._group, self._ledger, {}, window=WINDOW)
-        exchange = FragmentExchange(fragment, step, self._heartbeat(pipeline, step, square), [], pipeline)
+        exchange = FragmentExchange(fragment, step, self._heartbeat(step, square), [], pipeline)
         self._judge(exchange)
         if exchange.problem is None:
             for bucket in self._filled(fragment, step):
@@ -152,16 +154,18 @@ class DeltaAverager:
         """All buckets, of which the first rounds leave now."""
         filled = list(filled)
         pipeline = Pipeline(self._group, self._ledger, self._expected)
-        present = self._heartbeat(pipeline, step, squared_norm(bucket.flat for bucket in filled))
+        present = self._heartbeat(step, squared_norm(bucket.flat for bucket in filled))
         exchange = FragmentExchange(fragment, step, present, [], pipeline)
         for bucket in filled:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
             exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket), delta))
         return exchange
 
-    def _heartbeat(self, pipeline: Pipeline, step: int, square: float) -> PendingExchange[Heartbeat]:
-        rounds = heartbeat(step, square, [rate() for rate in self._rates], self._group, self._device)
-        return pipeline.add(HEARTBEAT, rounds, ledger=self._control)
+    def _heartbeat(self, step: int, square: float) -> PendingExchange[Heartbeat]:
+        """Of all ranks of all islands: the shards of a replica must be judged alike, by the replica as a whole."""
+        group, rates = self._heartbeats, [rate() for rate in self._rates]
+        rounds = heartbeat(step, square, rates, group, self._device, group.world // self._group.world)
+        return PendingExchange(rounds, group, self._control)
 
     def _add(self, pipeline: Pipeline, bucket: Bucket) -> PendingExchange[Reduced]:
         return pipeline.add(bucket.names[0], self._inspector.inspect(self._deltas.reducer.reduce, bucket))
@@ -173,7 +177,8 @@ class DeltaAverager:
 
     def _judge(self, exchange: FragmentExchange) -> None:
         """Whether it is in line with those before; the same answer on all ranks."""
-        exchange.problem = self._norms[exchange.fragment].problem(exchange.heartbeat.complete().squares)
+        present = exchange.heartbeat.complete()
+        exchange.problem = self._norms[exchange.fragment].problem(present.squares, present.broken)
 
     # What comes of it
 
@@ -182,12 +187,13 @@ class DeltaAverager:
         carried: dict[str, Tensor] = {}
         means: dict[str, Tensor] = {}
         bad: list[str] = []
-        for exchange in [exchange for exchange in exchanges if exchange.problem is None]:
+        accepted = [exchange for exchange in exchanges if exchange.problem is None]
+        verdicts = iter(self._verdicts([pending for exchange in accepted for pending in exchange.buckets]))
+        for exchange in accepted:
             self.anchors.use_rates(exchange.heartbeat.result.rates)
             for pending in exchange.buckets:
                 names, result = pending.bucket.names, pending.exchange.result
-                check_reduced(result, pending.bucket.flat.numel())
-                good = bool(finite(result.mean) if result.good is None else result.good)
+                good = next(verdicts)
                 result.finish()
                 if good:
                     means |= zip(names, unflatten(result.mean, pending.bucket.views), strict=True)
@@ -211,6 +217,19 @@ class DeltaAverager:
                 "to where they were after the last exchange",
                 stacklevel=2,
             )
+
+    def _verdicts(self, buckets: Sequence[PendingBucket]) -> list[bool]:
+        """Which buckets have a mean that is finite. Of a sharded replica all or none, whatever buckets its shards are in."""
+        results = [pending.exchange.result for pending in buckets]
+        for pending, result in zip(buckets, results, strict=True):
+            check_reduced(result, pending.bucket.flat.numel())
+        goods = [bool(finite(result.mean) if result.good is None else result.good) for result in results]
+        if self._island is not None and goods:
+            everywhere = all(complete(gather_flags(all(goods), self._device), self._island, self._control))
+            goods = [everywhere] * len(goods)
+            for verdict in [result.good for result in results if result.good is not None]:
+                verdict.fill_(everywhere)
+        return goods
 
     def _move(self, name: str, carried: Tensor | None, blend: float) -> None:
         """A parameter goes to its anchor, with what it learnt on the way, or some of the way there."""

@@ -14,10 +14,13 @@ class Norms:
         self.norms = list(norms)
         self._limit = limit
 
-    def problem(self, squares: Sequence[float]) -> str | None:
-        """What is wrong with a sync in which the ranks came so far, squared; None: it is accepted, and remembered."""
+    def problem(self, squares: Sequence[float], broken: Sequence[str] = ()) -> str | None:
+        """What is wrong with a sync in which the replicas came so far, squared; None: it is accepted, and remembered.
+
+        `broken` are the names of those that are not finite.
+        """
         if not all(map(math.isfinite, squares)):
-            return "the parameters of a replica are not finite"
+            return f"the parameters of {', '.join(broken) or 'a replica'} are not finite"
         norm = math.sqrt(sum(squares) / len(squares))
         if self._limit is not None and len(self.norms) >= ENOUGH:
             mean = sum(self.norms) / len(self.norms)

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.comm.exchange import complete
+from laconic.comm.flat_tensors import local
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, Sync
 from laconic.comm.ledger import Ledger
-from laconic.comm.scopes import OUTSTANDING
+from laconic.comm.scopes import HEARTBEATS, OUTSTANDING
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import InnerGroups
 from laconic.local.delta_averaging import DeltaAverager
@@ -88,14 +89,16 @@ class LocalUpdates:
     def _begin(self) -> DeltaAverager:
         assert self._averaging.deltas is not None
         parts = fragments(self._parameters, self._averaging.deltas.fragments, self._averaging.deltas.order)
-        group = self._groups[OUTSTANDING] if self._averaging.deltas.delay else self._groups.world
+        delayed = self._averaging.deltas.delay > 0
         inner = self._inner()
         rates = self._averaging.deltas.outer.needs_rate or self._follows_rate
         self.deltas = DeltaAverager(
             self._parameters,
             parts,
             self._averaging.deltas,
-            group,
+            self._groups[OUTSTANDING] if delayed else self._groups.world,
+            self._groups[HEARTBEATS] if delayed else self._groups.everyone,
+            self._groups.island,
             self._ledger,
             self._control,
             self._device,
@@ -154,10 +157,10 @@ class LocalUpdates:
     def discard_outstanding(self) -> None:
         """Complete what is outstanding, and let nothing of it into the parameters; all ranks together."""
         if self.deltas is not None and self.deltas.outstanding:
-            kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+            kept = {name: local(parameter).clone() for name, parameter in self._parameters.items()}
             self.deltas.complete_all()
             for name, parameter in self._parameters.items():
-                parameter.copy_(kept[name])
+                local(parameter).copy_(kept[name])
 
     def average_into_place(self, ledger: Ledger, *, atomic: bool) -> None:
         """Parameters and buffers become the mean of the replicas'; nothing else is touched."""

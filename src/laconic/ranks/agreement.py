@@ -44,15 +44,25 @@ def agree(facts: Sequence[str], problem: Exception | None, group: TorchGroup, de
     reports = complete(gather_texts(report, device), group, Ledger())
     if problem is not None:
         raise problem
-    bad = [f"rank {group.members[rank]}: {reports[rank]}" for rank, one in enumerate(statuses) if one in (REFUSED, FAILED)]
+    bad = [f"{group.names[rank]}: {reports[rank]}" for rank, one in enumerate(statuses) if one in (REFUSED, FAILED)]
     if FAILED in statuses:  # a disk that is full, say: nothing that anybody was given is wrong
         raise PeerError("other ranks failed:\n  " + "\n  ".join(bad))
     if bad:
         raise ValueError("other ranks were given something that can't be used:\n  " + "\n  ".join(bad))
-    raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports, group.members)))
+    raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports, group.names)))
 
 
-def differences(reports: Sequence[str], members: Sequence[int]) -> list[str]:
+def agree_apart(facts: Sequence[str], group: TorchGroup, everyone: TorchGroup, device: torch.device) -> None:
+    """Compare `facts` within each of several groups; where they differ in one, all ranks of all groups raise."""
+    problem: Exception | None = None
+    try:
+        agree(facts, None, group, device)
+    except ValueError as error:
+        problem = error
+    agree([], problem, everyone, device)
+
+
+def differences(reports: Sequence[str], names: Sequence[str]) -> list[str]:
     """One line for each rank whose facts are not the first one's: the first fact that differs."""
     first = reports[0].split("\n")
     lines: list[str] = []
@@ -61,7 +71,7 @@ def differences(reports: Sequence[str], members: Sequence[int]) -> list[str]:
         pairs = zip([*first, *["nothing"] * len(mine)], [*mine, *["nothing"] * len(first)], strict=False)
         unlike = next(((a, b) for a, b in pairs if a != b), None)
         if unlike is not None:
-            lines.append(f"rank {members[rank]} has {unlike[1]}, rank {members[0]} has {unlike[0]}")
+            lines.append(f"{names[rank]} has {unlike[1]}, {names[0]} has {unlike[0]}")
     return lines
 
 

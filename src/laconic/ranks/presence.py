@@ -4,6 +4,7 @@ A peer that is gone is an error that says who and when, and not a job that hangs
 """
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
@@ -21,28 +22,42 @@ class UnevenError(RuntimeError):
     """Ranks made different numbers of steps."""
 
 
+def gather_flags(mine: bool, device: torch.device) -> Rounds[list[bool]]:
+    """Every rank's yes or no."""
+    rows: Tensor = yield AllGather(torch.tensor([mine], dtype=torch.uint8, device=device))
+    return [bool(row) for row in rows.flatten().tolist()]
+
+
 def still_training(going: bool, device: torch.device) -> Rounds[list[bool]]:
     """Which ranks still go on."""
-    rows: Tensor = yield AllGather(torch.tensor([going], dtype=torch.uint8, device=device))
-    return [bool(row) for row in rows.flatten().tolist()]
+    return gather_flags(going, device)
 
 
 class Heartbeat(NamedTuple):
     """What ranks tell each other at a sync."""
 
     step: int
-    squares: list[float]  # how far each rank has come, squared
+    squares: list[float]  # how far each replica has come, squared
     rates: list[float]  # learning rates, as the first rank has them
+    broken: list[str]  # ranks whose numbers are not finite
 
 
-def heartbeat(step: int, square: float, rates: Sequence[float], group: TorchGroup, device: torch.device) -> Rounds[Heartbeat]:
-    """Make sure that all ranks are at the same step; tell how far each has come, and agree on learning rates."""
+def heartbeat(
+    step: int, square: float, rates: Sequence[float], group: TorchGroup, device: torch.device, shards: int = 1
+) -> Rounds[Heartbeat]:
+    """Make sure that all ranks are at the same step; tell how far each has come, and agree on learning rates.
+
+    So many neighbouring ranks hold the `shards` of one replica.
+    """
     rows = (yield AllGather(torch.tensor([step, square, *rates], dtype=torch.float64, device=device))).tolist()
     steps = [int(row[0]) for row in rows]
     if len(set(steps)) > 1:
-        made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(group.members, steps, strict=True))
+        made = ", ".join(f"{rank} made {n} steps" for rank, n in zip(group.names, steps, strict=True))
         raise UnevenError(f"the ranks are not in step: {made}")
-    return Heartbeat(step, [row[1] for row in rows], rows[0][2:])
+    squares = [row[1] for row in rows]
+    broken = [name for name, each in zip(group.names, squares, strict=True) if not math.isfinite(each)]
+    replicas = [sum(squares[place : place + shards]) for place in range(0, len(squares), shards)]
+    return Heartbeat(step, replicas, rows[0][2:], broken)
 
 
 class Report(NamedTuple):
@@ -60,10 +75,10 @@ class Presence:
     been outstanding for suspiciously long.
     """
 
-    def __init__(self, store: dist.Store, identity: str, rank: int, members: Sequence[int]) -> None:
+    def __init__(self, store: dist.Store, identity: str, rank: int, names: Sequence[str]) -> None:
         self.step = 0  # the run's clock, set from outside
         self._store = dist.PrefixStore(f"laconic/{identity}", store)
-        self._rank, self._members = rank, members
+        self._rank, self._names = rank, names
         self._limit_seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # the stubs lack it
         self._left = False
         self._loads = 0  # that all ranks have made together
@@ -75,7 +90,7 @@ class Presence:
     def seen(self) -> dict[int, Report]:
         """What the ranks that have reported have said."""
         try:
-            known = [rank for rank in range(len(self._members)) if self._store.check([str(rank)])]
+            known = [rank for rank in range(len(self._names)) if self._store.check([str(rank)])]
             return {rank: Report(*json.loads(self._store.get(str(rank)))) for rank in known}
         except RuntimeError as error:
             raise UnevenError(f"another rank has ended: the process group's store is gone ({error})") from error
@@ -103,7 +118,7 @@ class Presence:
         """
         self._store.set(f"load {self._loads} {self._rank}", str(self.step))
         start, pause = time.monotonic(), 0.001
-        while len(self._loaders()) < len(self._members):
+        while len(self._loaders()) < len(self._names):
             if self.seen() or time.monotonic() - start > self._limit_seconds:
                 self._refuse_load()
             time.sleep(pause)
@@ -112,7 +127,7 @@ class Presence:
 
     def _loaders(self) -> dict[int, int]:
         """Ranks that have loaded a state since all did so together, and after which step."""
-        keys = {rank: f"load {self._loads} {rank}" for rank in range(len(self._members))}
+        keys = {rank: f"load {self._loads} {rank}" for rank in range(len(self._names))}
         try:
             return {rank: int(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
         except RuntimeError as error:
@@ -121,10 +136,10 @@ class Presence:
     def _refuse_load(self) -> NoReturn:
         self.report(f"is in step {self.step + 1}")
         loaders = self._loaders()
-        having = ", ".join(str(member) for rank, member in enumerate(self._members) if rank in loaders)
-        others = ", ".join(str(member) for rank, member in enumerate(self._members) if rank not in loaders)
+        having = ", ".join(name for rank, name in enumerate(self._names) if rank in loaders)
+        others = ", ".join(name for rank, name in enumerate(self._names) if rank not in loaders)
         raise UnevenError(
-            f"after step {min(loaders.values())} rank {having} loaded an optimizer's state, rank {others} did not: "
+            f"after step {min(loaders.values())} {having} loaded an optimizer's state, {others} did not: "
             "load it on all ranks, or on none"
         )
 
@@ -134,14 +149,14 @@ class Presence:
 
     def restored(self) -> list[bool]:
         """Which ranks have said so; the same on all ranks once all have left."""
-        return [self._store.check([f"restored {rank}"]) for rank in range(len(self._members))]
+        return [self._store.check([f"restored {rank}"]) for rank in range(len(self._names))]
 
     def leave(self, *, drifted: bool, may_differ: bool) -> bool:
         """Report, wait until all have left, raise if they don't fit together; whether any rank has drifted."""
         self.report(f"left after {self.step} steps", drifted=drifted)
         self._left = True
         start, pause = time.monotonic(), 0.001
-        while len(seen := self.seen()) < len(self._members) and not _failed(seen):
+        while len(seen := self.seen()) < len(self._names) and not _failed(seen):
             if time.monotonic() - start > self._limit_seconds:
                 raise UnevenError(f"{self._sentence(advise=False)}; waited {self._limit_seconds:.0f} s for the others")
             time.sleep(pause)
@@ -152,7 +167,7 @@ class Presence:
 
     def _sentence(self, *, advise: bool) -> str:
         seen = self.seen()
-        where = ", ".join(f"rank {self._members[rank]} {report.state}" for rank, report in sorted(seen.items()))
+        where = ", ".join(f"{self._names[rank]} {report.state}" for rank, report in sorted(seen.items()))
         broken = any(report.state.startswith("failed") for report in seen.values())
         advice = "; give every rank as many batches, or attach with uneven='stop'" if advise and not broken else ""
         return f"the ranks are not in step: {where}{advice}"

@@ -29,12 +29,12 @@ def compare(tensors: Mapping[str, Tensor], group: TorchGroup, ledger: Ledger, de
     for place, name in enumerate(names):
         votes = Counter(tuple(row) for row in rows[:, place].tolist())
         usual = max(votes, key=lambda bits: votes[bits])  # of as many on both sides, the first rank's
-        ranks = [member for member, row in zip(group.members, rows[:, place].tolist(), strict=True) if tuple(row) != usual]
-        if ranks:
+        odd = [rank for rank, row in zip(group.names, rows[:, place].tolist(), strict=True) if tuple(row) != usual]
+        if odd:
             others = int((rows != rows[0]).any(2).any(0).sum()) - 1
-            most = next(member for member in group.members if member not in ranks)
+            most = next(rank for rank in group.names if rank not in odd)
             raise ReplicaError(
-                f"after {step} steps, {name} is not the same on rank {', '.join(map(str, ranks))} as on rank {most}"
+                f"after {step} steps, {name} is not the same on {', '.join(odd)} as on {most}"
                 + (f"; neither are {others} others" if others else "")
             )
 

@@ -82,6 +82,8 @@ class Reducer(ABC):
     memory: ClassVar[Mapping[str, Memory]] = {}
     # Exchanges after which it sends as much again: `predict` works out no more of them. One that takes more turns says so.
     exchange_cycle: ClassVar[int] = 2
+    # Whether a bucket may hold this rank's shards of parameters instead of whole ones.
+    takes_shards: ClassVar[bool] = True
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Exchange:

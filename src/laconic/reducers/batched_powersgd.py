@@ -30,6 +30,7 @@ class BatchedPowerSGD(Reducer):
     warm_start: bool = True
     seed: int = 0
     memory = PowerSGD.memory
+    takes_shards = False
 
     def __post_init__(self) -> None:
         checked_rank(self.rank, 1)

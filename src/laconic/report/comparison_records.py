@@ -46,6 +46,14 @@ class Results:
     seconds: float | None = None  # that each run was given; None: all made as many steps
     warm: int = 0  # steps of ddp() in which every run begins
     command: str | None = None  # that made it, but for its seeds
+    island_size: int = 1  # so many workers hold one model together, sharded, behind one link
+
+    @property
+    def who(self) -> str:
+        """How many workers, in words."""
+        if self.island_size == 1:
+            return f"{self.workers} workers"
+        return f"{self.workers // self.island_size} islands of {self.island_size} workers"
 
     def write(self, folder: Path) -> None:
         """To a temporary name first: an interruption leaves the file before. A page of fewer runs goes."""

@@ -53,7 +53,7 @@ def page(results: Results) -> str:
     """A comparison. What came from the user is escaped."""
     body = [[*cells(row, results)] for row in rows(results)]
     return document(
-        f"{results.task}, {results.workers} workers, link {results.link}",
+        f"{results.task}, {results.who}, link {results.link}",
         verdict(results),
         [columns(results), *body],
         legend(results),

@@ -29,11 +29,16 @@ ON_THE_LINK = (
     "limit and to ddp loss, which follow from it."
 )
 
+BETWEEN_ISLANDS = (
+    " Bytes are between islands alone, of one worker; its island's cable carries those of all its workers, and kernel is a "
+    "worker's share of that."
+)
+
 
 def show(results: Results, console: Console) -> None:
     """The table, in parts where the terminal is narrow, its legend and the verdict."""
     names, *numbers = zip(columns(results), *(cells(row, results) for row in rows(results)), strict=True)
-    title: str | None = escape(f"{results.task}, {results.workers} workers, link {results.link}")
+    title: str | None = escape(f"{results.task}, {results.who}, link {results.link}")
     for part in fitting(numbers, console.width):
         table = Table(title=title)
         table.add_column(names[0], overflow="fold", min_width=NAME_WIDTH)
@@ -115,7 +120,8 @@ def reached(row: Row) -> str:
 
 def legend(results: Results) -> str:
     """What the columns mean."""
-    return LEGEND + (EQUAL_TIME if results.seconds is not None else "") + (ON_THE_LINK if results.link_note else "")
+    islands = BETWEEN_ISLANDS if results.island_size > 1 else ""
+    return LEGEND + islands + (EQUAL_TIME if results.seconds is not None else "") + (ON_THE_LINK if results.link_note else "")
 
 
 def human(count: float | None) -> str:

@@ -21,7 +21,7 @@ def verdict(results: Results) -> str:
     choice = _by_speed(base, others, limit) if results.seconds is None else _by_time(base, others, limit, results.seconds)
     warm = f"{results.warm} warm steps, " if results.warm else ""
     measured = (
-        f"{results.task}, {warm}{results.workers} workers, link {results.link}"
+        f"{results.task}, {warm}{results.who}, link {results.link}"
         f"{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}, "
         f"{base.seeds} seed{'s' if base.seeds > 1 else ''}, {results.machine.get('cores')} cores"
     )

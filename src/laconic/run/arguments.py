@@ -1,10 +1,9 @@
 """What a run is made of: the arguments of `attach`, checked before anything is changed."""
 
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic._torch.ddp import has_learnt_graph
-from laconic.comm.scopes import OUTSTANDING, Scope
+from laconic._torch.fsdp import is_dtensor
+from laconic.comm.scopes import HEARTBEATS, OUTSTANDING, Scope
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.local.fragments import fragments
 from laconic.ranks.groups import check_scopes
+from laconic.ranks.islands import Ranks
+from laconic.run.sharding import Sharding, check_sharding, is_sharded, looks, own_facts, refuse_fsdp1
 from laconic.strategies.outer import Outer
 from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
@@ -38,41 +40,59 @@ class Arguments:
     uneven: str
     mesh: DeviceMesh | None
     check_every: int  # syncs between two comparisons of the replicas; 0: never
+    ranks: Ranks
+    sharding: Sharding | None  # None: each rank holds a whole replica
+
+    @property
+    def place(self) -> "Place":
+        """What a strategy must fit."""
+        return Place(self.ddp, self.parameters, self.mesh, self.sharding)
 
     def facts(self) -> list[str]:
         """What all ranks must have alike."""
+        kind = "a sharded module" if self.sharding else "a bare module"
         return [
             f"strategy {self.strategy}",
             f"uneven={self.uneven!r}",
             f"check_every={self.check_every}",
             f"{len(self.optimizers)} optimizers",
             "a GradScaler" if self.scaler else "no GradScaler",
-            "a DistributedDataParallel" if self.ddp else "a bare module",
+            "a DistributedDataParallel" if self.ddp else kind,
             f"a mesh of {self.mesh.shape}" if self.mesh else "no mesh",
             *(f"parameter {name} of {_looks(parameter)}" for name, parameter in self.parameters.items()),
             # (The buffers of a DDP are its own affair: it has sent the first rank's to all.)
             *(f"buffer {name} of {_looks(b)}" for name, b in self.module.named_buffers() if self.ddp is None),
         ]
 
+    def own_facts(self) -> list[str]:
+        """What the ranks that average with this one must have alike, beyond that."""
+        return own_facts(self.parameters) if self.sharding else []
+
+
+class Place(NamedTuple):
+    """The model that a strategy is attached to, and where it is."""
+
+    ddp: DistributedDataParallel | None
+    parameters: Mapping[str, Tensor]
+    mesh: DeviceMesh | None
+    sharding: Sharding | None
+
 
 def _looks(tensor: Tensor) -> str:
+    if is_dtensor(tensor):
+        return looks(tensor)
     order = "" if tensor.is_contiguous() else f", strides {tensor.stride()}"
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}{order}"
 
 
-def check_route(
-    strategy: Strategy,
-    ddp: DistributedDataParallel | None,
-    parameters: Mapping[str, Tensor],
-    world: int,
-    mesh: DeviceMesh | None,
-) -> None:
-    """Refuse a strategy that doesn't fit the model or the ranks."""
-    check_scopes(scopes(strategy), world, mesh)
+def check_route(strategy: Strategy, place: Place, world: int) -> None:
+    """Refuse a strategy that doesn't fit the model or its `world` replicas."""
+    ddp, parameters, sharding = place.ddp, place.parameters, place.sharding
+    check_scopes(scopes(strategy), world, place.mesh, sharded=sharding is not None)
     averaging = strategy.averaging
     if averaging and not averaging.route.scopes & {"world", world}:
-        largest = averaging.route.legs[0][1]
-        raise ValueError(f"the last group must hold all {world} ranks, or replicas never become equal; got {largest!r}")
+        largest, who = averaging.route.legs[0][1], "islands" if sharding else "ranks"
+        raise ValueError(f"the last group must hold all {world} {who}, or replicas never become equal; got {largest!r}")
     if averaging and averaging.deltas:
         odd = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
         if odd:
@@ -84,7 +104,9 @@ def check_route(
             f"{strategy} averages gradients within subgroups, and DDP with find_unused_parameters=True communicates with all "
             "ranks in every backward; use subgroup='none', or build the DDP without it"
         )
-    if strategy.route.communicates and ddp is None:
+    if sharding is not None:
+        sharding.check(strategy)
+    elif strategy.route.communicates and ddp is None:
         raise ValueError(
             f"{strategy} averages gradients, which needs a DistributedDataParallel; wrap the model before you attach: "
             "model = DistributedDataParallel(model)"
@@ -117,7 +139,7 @@ def scopes(strategy: Strategy) -> set[Scope]:
     """All groups of ranks that a strategy communicates with."""
     averaging = strategy.averaging
     between = averaging.route.scopes if averaging else set()
-    outstanding = {OUTSTANDING} if averaging and averaging.deltas and averaging.deltas.delay else set()
+    outstanding = {OUTSTANDING, HEARTBEATS} if averaging and averaging.deltas and averaging.deltas.delay else set()
     return {*strategy.route.scopes, *between, *outstanding}
 
 
@@ -128,13 +150,14 @@ def check(
     scaler: object,
     uneven: object,
     mesh: object,
-    world: int,
+    replicate: object,
+    ranks: Ranks,
     check_every: object,
 ) -> Arguments:
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_whole(model)
+    refuse_fsdp1(model)
     ddp = model if isinstance(model, DistributedDataParallel) else None
     module: nn.Module = ddp.module if ddp else model
     if ddp is None and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
@@ -146,7 +169,8 @@ def check(
         raise ValueError(f"{type(module).__name__} has no parameters that are trained; there is nothing to average")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {type(mesh).__name__}")
-    check_route(chosen, ddp, parameters, world, mesh)
+    sharding = check_sharding(model, mesh, replicate, ranks) if is_sharded(model) else None
+    check_route(chosen, Place(ddp, parameters, mesh, sharding), ranks.islands)
     if uneven not in ("error", "stop"):
         raise ValueError(f"uneven must be 'error' or 'stop', got {uneven!r}")
     if not isinstance(check_every, int) or check_every < 0:
@@ -162,22 +186,7 @@ def check(
     check_sharded(chosen, optimizers)
     if ddp is not None:
         _check_ddp(ddp, chosen)
-    return Arguments(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every)
-
-
-def _check_whole(model: nn.Module) -> None:
-    """Refuse a model of which each rank holds a shard."""
-    # Importing these takes seconds; a model that needs them has imported them.
-    tensor, fsdp = sys.modules.get("torch.distributed.tensor"), sys.modules.get("torch.distributed.fsdp")
-    held = [*model.named_parameters(), *model.named_buffers()]
-    shards = [name for name, one in held if tensor is not None and isinstance(one, tensor.DTensor)]
-    wrapped = any(fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel) for part in model.modules())
-    if shards or wrapped:
-        what = f"{shards[0]} is a DTensor" if shards else "it has a FullyShardedDataParallel"
-        raise ValueError(
-            f"this {type(model).__name__} is sharded ({what}), and laconic can't attach to sharded models yet: each rank must "
-            "hold the whole model. Train it without laconic, or unsharded in a DistributedDataParallel"
-        )
+    return Arguments(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every, ranks, sharding)
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -10,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic._torch.process_groups import control_device, default_group
+from laconic._torch.process_groups import control_device
 from laconic.comm.group import TorchGroup
-from laconic.ranks.agreement import agree
+from laconic.ranks.agreement import agree, agree_apart
+from laconic.ranks.islands import whole
 from laconic.run.arguments import check
 from laconic.run.engine import Engine
 from laconic.run.environment import explain_unread
 from laconic.run.run import Run, engine_of
+from laconic.run.sharding import ranks_of
 from laconic.strategies.strategy import Strategy
 
 
@@ -28,20 +30,23 @@ def attach(
     scaler: torch.amp.GradScaler | None = None,
     uneven: Literal["error", "stop"] = "error",
     mesh: DeviceMesh | None = None,
+    replicate: str = "replicate",
     check_every: int = 0,
 ) -> Run:
     """Train `model` by `strategy`, with the loop as it is.
 
     All ranks call this together. They compare what they were given, and any difference is an error on all of them.
 
-    - `model`: a DistributedDataParallel; or any module, where the strategy never averages gradients. Such a module starts on
-      all ranks with the first one's numbers, as a DistributedDataParallel does.
+    - `model`: a DistributedDataParallel; or one that is sharded over islands of ranks, by `fully_shard` or tensor parallelism;
+      or any module, where the strategy never averages gradients. But for a DistributedDataParallel, which has seen to it
+      itself, a model starts on all ranks with the first one's numbers, or on all islands with the first island's.
     - `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
     - `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`.
     - `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too.
     - `uneven`: what happens where ranks run out of batches at different steps. "error" names them; "stop" lets all stop
       together, for the price of a one-byte collective before each exchange.
-    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`.
+    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`. Of a sharded
+      model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
     - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
       `check_replicas`.
 
@@ -81,15 +86,18 @@ def attach(
         raise RuntimeError(
             "torch.distributed is not initialised; start with torchrun and call torch.distributed.init_process_group() first"
         )
-    process_group = model.process_group if isinstance(model, DistributedDataParallel) else default_group()
-    group, device = TorchGroup(process_group), control_device(process_group)
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    ranks = whole(ddp.process_group) if ddp else ranks_of(model, mesh, replicate)
+    everyone, device = TorchGroup(ranks.everyone, places=ranks.places), control_device(ranks.everyone)
     try:
-        given = check(model, optimizer, strategy, scaler, uneven, mesh, group.world, check_every)
+        given = check(model, optimizer, strategy, scaler, uneven, mesh, replicate, ranks, check_every)
     except (TypeError, ValueError) as problem:
-        agree([], problem, group, device)
+        agree([], problem, everyone, device)
         raise
-    identity = agree(given.facts(), None, group, device)
-    return Run(Engine(given, process_group, identity))
+    identity = agree(given.facts(), None, everyone, device)
+    if ranks.sharded:
+        agree_apart(given.own_facts(), TorchGroup(ranks.replicas, places=ranks.places), everyone, device)
+    return Run(Engine(given, identity))
 
 
 def check_replicas(run: Run) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic._torch.fsdp import reshard
 from laconic._torch.optimizers import loss_scale
 from laconic._torch.process_groups import control_device, store_of
 from laconic.comm.bucket import Slot
@@ -20,12 +20,13 @@ from laconic.comm.scopes import BACKGROUND
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.gradients.hook import GradientHook
 from laconic.gradients.ready_order import ReadyOrder
+from laconic.gradients.sharded import ShardedDispatcher
 from laconic.local.parameter_averaging import ParameterAverager
 from laconic.local.updates import LocalUpdates
-from laconic.ranks.agreement import gather_texts
+from laconic.ranks.agreement import agree, gather_texts
 from laconic.ranks.groups import Groups
 from laconic.ranks.presence import Presence, UnevenError, still_training
-from laconic.ranks.replicas import compare
+from laconic.ranks.replicas import ReplicaError, compare
 from laconic.run.arguments import Arguments, attached, scopes, unwrapped
 from laconic.run.clock import Clock
 from laconic.run.residuals import Residuals
@@ -50,39 +51,45 @@ class Engine:
     The optimizers keep it alive, also where the caller drops the run; `end` takes everything off again.
     """
 
-    def __init__(self, given: Arguments, process_group: dist.ProcessGroup, identity: str) -> None:
-        self.strategy = given.strategy
+    def __init__(self, given: Arguments, identity: str) -> None:
+        self.strategy, self.place, self.ranks = given.strategy, given.place, given.ranks
         self.module, self.parameters, self.optimizers = given.module, given.parameters, given.optimizers
         self.uneven, self.scaler, self.mesh, self._check_every = given.uneven, given.scaler, given.mesh, given.check_every
         self.ddp = given.ddp  # let go of by `end`: a dead DDP must not linger beside a new one over the same module
-        self.device = control_device(process_group)
+        self.device = control_device(given.ranks.everyone)
         names = {id(parameter): name for name, parameter in given.module.named_parameters()}
         self.memory: dict[str, Slot] = {name: {} for name in names.values()}
         self.residuals = Residuals(self.memory)
         self.whose = memory_of(given.strategy)  # by key of the memory; keys of strategies before this one stay
         self.counter = Counter()
-        members = dist.get_process_group_ranks(process_group)
-        presence = self.presence = Presence(store_of(process_group), identity, process_group.rank(), members)
+        everyone = TorchGroup(given.ranks.everyone, places=given.ranks.places)
+        presence = self.presence = Presence(store_of(everyone.process_group), identity, everyone.rank, everyone.names)
         checks = presence.check_peers, presence.check_peers_in_background
-        self.groups = Groups(process_group, identity, scopes(given.strategy), given.mesh, self.device, *checks)
-        self.group = self.groups.world
+        self.groups = Groups(given.ranks, identity, scopes(given.strategy), given.mesh, self.device, *checks)
+        self.group, self.replicas = self.groups.everyone, self.groups.world  # all ranks; those that this one averages with
         self.inspector = Inspector()
         self.observers: list[Observer] = []
         self.live, self.in_consensus = True, False
         self.unequal = False  # it has ended, or is to end, with replicas that differ, and that is the user's wish
         self._failure: str | None = None
         self._last_task: Callable[[bool], object] | None = None
+        self._taken_off: Callable[[], None] | None = None  # a hook on the forward of a sharded model
         self.hook: GradientHook | None = None
         self.order: ReadyOrder | None = None
-        if given.ddp is not None:
-            self.hook = GradientHook(given.strategy.reducer, self.group, names, self.memory, self.counter.training)
+        self._dispatcher = _dispatcher(given)
+        if self._dispatcher is not None:
+            self.hook = GradientHook(given.strategy.reducer, self.replicas, names, self.memory, self.counter.training)
             if given.scaler is not None and given.scaler.is_enabled():
                 self.hook.scale = loss_scale(given.scaler)
             self.hook.strategy, self.hook.inspector = str(given.strategy), self.inspector
-            self.order = ReadyOrder(given.ddp)
-            self._dispatcher = Dispatcher.of(given.ddp)
+            self.hook.island = self.groups.island
+            self.order = ReadyOrder(given.ddp) if given.ddp is not None else None
             self._dispatcher.target = self.hook
+        if isinstance(self._dispatcher, Dispatcher):
             self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
+        elif given.sharding is not None and given.uneven == "stop":
+            forward = given.module.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
+            self._taken_off = forward.remove
         self.watch_order()
         self.clock = Clock(given.optimizers, given.scaler, self._after_step)
         self.second_moment = SecondMoment(given.optimizers)
@@ -90,7 +97,7 @@ class Engine:
         if given.ddp is None:
             # A DDP starts with the first rank's parameters on all; a bare module may have been built anyhow.
             everything = {**dict(given.module.named_parameters()), **self.buffers()}
-            ParameterAverager(everything, self.counter.control).adopt_first(self.group)
+            ParameterAverager(everything, self.counter.control).adopt_first(self.replicas)
         self.local = self.new_local_updates()
         self.begin_step()
 
@@ -102,19 +109,19 @@ class Engine:
         group = self._partners(step)
         if self.strategy.second_moment == "local" or step >= self.strategy.warmup:
             self.second_moment.prepare(self.strategy.second_moment, step, synchronous=self._all_average(group))
-        if self.hook is not None:
+        if self.hook is not None and self._dispatcher is not None:
             self.hook.step, self.hook.unscaled = step, self._scales_differ and self._replicas_apart(step)
-            if (group or self.group) != self.hook.group:
-                self.hook.use(self.hook.reducer, group or self.group)
+            if (group or self.replicas) != self.hook.group:
+                self.hook.use(self.hook.reducer, group or self.replicas)
             self._dispatcher.muted = group is None
-            self._dispatcher.apart = group is not self.group or self._replicas_apart(step)
+            self._dispatcher.apart = group is not self.replicas or self._replicas_apart(step)
 
     def _partners(self, step: int) -> TorchGroup | None:
         """Who averages gradients with this rank in the step after `step` completed ones."""
         return self.groups.at(self.strategy.route.at(step))
 
     def _all_average(self, partners: TorchGroup | None) -> bool:
-        return partners is not None and partners.world == self.group.world
+        return partners is not None and partners.world == self.replicas.world
 
     def _replicas_apart(self, step: int) -> bool:
         """Whether ranks may differ, by their parameters or their optimizers' memory, after `step` completed steps."""
@@ -127,7 +134,7 @@ class Engine:
 
     def _steps_apart(self, step: int) -> bool:
         """Whether the step after `step` completed ones may differ between ranks: by gradients, or by the optimizers' memory."""
-        if self.group.world == 1:
+        if self.replicas.world == 1:
             return False
         return not self._all_average(self._partners(step)) or self._replicas_apart(step)
 
@@ -143,6 +150,7 @@ class Engine:
         before = self.local.syncs
         with self.during("averaging after the step"):
             self.local.after_step(step, self.ensure_all_training)
+        self.wrote()
         if self.hook is not None:
             self.residuals.drop_release(self.hook)
         self.begin_step()
@@ -154,8 +162,12 @@ class Engine:
             observer.stepped()
 
     def _before_forward(self) -> None:
-        syncs = torch.is_grad_enabled() and self.ddp is not None and self.ddp.require_backward_grad_sync
-        if syncs and self._partners(self.clock.step) is not None:
+        if self.ddp is None:
+            syncs = torch.is_grad_enabled()  # each forward of a sharded model is a collective of its island
+        else:
+            averages = self._partners(self.clock.step) is not None
+            syncs = torch.is_grad_enabled() and self.ddp.require_backward_grad_sync and averages
+        if syncs:
             self.ensure_all_training()
 
     @property
@@ -167,6 +179,11 @@ class Engine:
         """Where ranks may stop at different steps: make sure that all are here, or stop."""
         if self.uneven == "stop" and not all(complete(still_training(True, self.device), self.group, self.counter.control)):
             raise Stop
+
+    def wrote(self) -> None:
+        """Parameters may have been written: what `fully_shard` has gathered of them is old."""
+        if self.place.sharding is not None:
+            reshard(self.module)
 
     # What may go wrong
 
@@ -194,7 +211,7 @@ class Engine:
         mine = gather_texts(f"{self.clock.step} {int(self.drifted)}", self.device)
         steps, drifted = zip(*(row.split() for row in complete(mine, self.group, self.counter.control)), strict=True)
         if len(set(steps)) > 1 and self.uneven == "error":
-            made = ", ".join(f"rank {rank} made {n} steps" for rank, n in zip(self.group.members, steps, strict=True))
+            made = ", ".join(f"{rank} made {n} steps" for rank, n in zip(self.group.names, steps, strict=True))
             raise UnevenError(f"the ranks are not in step: {made}")
         return "1" in drifted
 
@@ -203,7 +220,15 @@ class Engine:
         with self.during("comparing replicas"):
             parameters: dict[str, Tensor] = {} if self.agree_on_drift() else dict(self.parameters)
             expected = {**parameters, **self.local.replicated()}
-            compare(expected, self.group, self.counter.control, self.device, self.clock.step)
+            problem: Exception | None = None
+            try:
+                compare(expected, self.replicas, self.counter.control, self.device, self.clock.step)
+            except ReplicaError as error:
+                problem = error
+            if self.group is not self.replicas:  # the ranks of other shards have found nothing
+                agree([], problem, self.group, self.device)
+            if problem is not None:
+                raise problem
 
     # The end
 
@@ -217,6 +242,7 @@ class Engine:
                 self.local.equalise(self.counter.training)
             else:
                 self.unequal = True
+        self.wrote()
 
     def end(self, failed: bool) -> None:
         """The run is over: the last task is done, observers are told, everything is taken off. Asks nobody."""
@@ -241,9 +267,11 @@ class Engine:
         if self.order is not None:
             self.order.stop()
         attached.difference_update(self.optimizers)
-        if self.ddp is not None:
+        if self._taken_off is not None:
+            self._taken_off()
+        if self._dispatcher is not None:
             self._dispatcher.release()
-            self.ddp = None
+            self._dispatcher = self.ddp = None
         if self.local.deltas is not None:
             self.local.deltas.abandon()
         self.groups.close()
@@ -254,6 +282,11 @@ class Engine:
     def model(self) -> nn.Module:
         """What it is attached to."""
         return self.module if self.ddp is None else self.ddp
+
+    @property
+    def name(self) -> str:
+        """What a person calls this rank."""
+        return self.group.names[self.group.rank]
 
     @property
     def step(self) -> int:
@@ -310,7 +343,8 @@ class Engine:
     def adopt_first(self) -> None:
         """Every replica becomes the first rank's; all ranks together."""
         self.require_live("adopt_first")
-        ParameterAverager(self.averaged(), self.counter.control).adopt_first(self.group)
+        ParameterAverager(self.averaged(), self.counter.control).adopt_first(self.replicas)
+        self.wrote()
 
     def await_loads(self) -> None:
         """Before a load in mid-run that other ranks may not know of: an error on all where some don't."""
@@ -366,3 +400,10 @@ class Engine:
         """If gradients will be averaged, see in which order DDP makes them ready."""
         if self.order is not None and self.strategy.route.communicates:
             self.order.watch()
+
+
+def _dispatcher(given: Arguments) -> Dispatcher | ShardedDispatcher | None:
+    """What backward is to hold of the run; None, where gradients can't be averaged there."""
+    if given.ddp is not None:
+        return Dispatcher.of(given.ddp)
+    return ShardedDispatcher(given.module) if given.sharding is not None and given.sharding.refusal is None else None

@@ -104,7 +104,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.second_moment.load(found.second_moment)
     if engine.hook is not None:
         engine.hook.exchanges = found.exchanges
-        engine.hook.use(engine.residuals.released_by(engine.strategy.reducer), engine.group)
+        engine.hook.use(engine.residuals.released_by(engine.strategy.reducer), engine.replicas)
     if engine.order is not None and found.order:
         engine.order.take_over(found.order)
     engine.begin_step()
@@ -114,7 +114,7 @@ def _fits(engine: Engine, former: str) -> bool:
     """Whether this world can go by it."""
     try:
         strategy = saved(former)
-        check_route(strategy, engine.ddp, engine.parameters, engine.group.world, engine.mesh)
+        check_route(strategy, engine.place, engine.replicas.world)
         check_sharded(strategy, engine.optimizers)
     except ValueError:
         return False

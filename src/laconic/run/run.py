@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from laconic._torch.fsdp import failed_in_collective
 from laconic.comm.exchange import complete
 from laconic.comm.flat_tensors import local
-from laconic.comm.group import CommunicationError
+from laconic.comm.group import CommunicationError, is_lost
 from laconic.gradients.dispatcher import in_buffers
 from laconic.ranks.agreement import agree
 from laconic.ranks.presence import still_training
@@ -75,6 +76,7 @@ class Run:
         with self._engine.during("making replicas equal"):
             if self._engine.agree_on_drift():
                 self._engine.local.equalise(self._engine.counter.training)
+        self._engine.wrote()
 
     @contextmanager
     def consensus(self, of: Literal["mean", "anchor"] = "mean") -> Iterator[None]:
@@ -101,10 +103,12 @@ class Run:
             else:
                 with engine.during("taking the mean of the replicas"):
                     engine.local.average_into_place(engine.counter.background, atomic=False)  # what was there is kept
+            engine.wrote()
             yield
         finally:
             for tensor, mine in zip(tensors, kept, strict=True):
                 tensor.copy_(mine)
+            engine.wrote()
             engine.in_consensus = False
 
     def swap(self, strategy: Strategy | str) -> None:
@@ -114,7 +118,7 @@ class Run:
         engine.ensure_all_training()
         try:
             chosen = read(strategy)
-            check_route(chosen, engine.ddp, engine.parameters, engine.group.world, engine.mesh)
+            check_route(chosen, engine.place, engine.replicas.world)
             check_sharded(chosen, engine.optimizers)
         except (TypeError, ValueError) as problem:
             agree([], problem, engine.group, engine.device)
@@ -151,11 +155,15 @@ class Run:
             if in_buffers(error):
                 phase = "DDP's broadcast of buffers"
                 raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
+            if engine.place.sharding is not None and is_lost(error) and failed_in_collective(error):
+                phase = f"a collective of torch's own inside of island {engine.ranks.island}, here on {engine.name}"
+                raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
             return False
         failed = True
         try:
             stop = engine.uneven == "stop"
-            if stop and error is None and (engine.strategy.route.communicates or engine.strategy.averaging):
+            meets = engine.strategy.route.communicates or engine.strategy.averaging or engine.place.sharding is not None
+            if stop and error is None and meets:
                 complete(still_training(False, engine.device), engine.group, engine.counter.control)
             if engine.presence.leave(drifted=engine.drifted, may_differ=stop):
                 engine.make_equal()

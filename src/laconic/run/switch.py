@@ -17,7 +17,7 @@ def switch_to(engine: Engine, strategy: Strategy, *, equal: bool = False) -> Non
     if drifted and (strategy.route.communicates or strategy.averaging or engine.local.deltas):
         engine.local.equalise(engine.counter.training, release=True)
         if strategy.route.communicates:  # equal gradients keep replicas equal only if the optimizers' memory is equal, too
-            engine.local.moments.equalise(engine.group)
+            engine.local.moments.equalise(engine.replicas)
             _equalise_scaler(engine)
     drifted, before = engine.drifted and not equal, engine.local
     if before.deltas is not None:
@@ -31,13 +31,14 @@ def switch_to(engine: Engine, strategy: Strategy, *, equal: bool = False) -> Non
     if drifted:
         engine.local.drift()
     if engine.hook is not None:
-        engine.hook.use(engine.residuals.released_by(strategy.reducer), engine.group)
+        engine.hook.use(engine.residuals.released_by(strategy.reducer), engine.replicas)
         engine.hook.strategy = str(strategy)
     engine.watch_order()
+    engine.wrote()
     engine.begin_step()
 
 
 def _equalise_scaler(engine: Engine) -> None:
     """A loss scale that moved on one rank alone would scale gradients differently that are now averaged."""
     if engine.scaler is not None and engine.scaler.is_enabled():
-        ParameterAverager(scaler_tensors(engine.scaler), engine.counter.control).adopt_first(engine.group)
+        ParameterAverager(scaler_tensors(engine.scaler), engine.counter.control).adopt_first(engine.replicas)

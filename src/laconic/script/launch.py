@@ -21,8 +21,12 @@ def launch(
     *,
     tensorboard: bool = False,
     rehearsal: Rehearsal | None = None,
+    island_size: int | None = None,
 ) -> int:
-    """Start a script by torchrun's own launcher, or in a rehearsal; the exit code of the first process that failed, or 0."""
+    """Start a script by torchrun's own launcher, or in a rehearsal; the exit code of the first process that failed, or 0.
+
+    `island_size` is how many of its processes hold one model together, sharded; None: the script knows.
+    """
     from torch.distributed.run import parse_args
 
     parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
@@ -42,6 +46,8 @@ def launch(
         if find_spec("tensorboard") is None:
             raise ValueError("--tensorboard needs TensorBoard: pip install tensorboard")
         environment["LACONIC_TENSORBOARD"] = "1"
+    if island_size is not None:
+        environment["LACONIC_ISLAND_SIZE"] = str(island_size)
     command = [*script, *parsed.training_script_args]
     if rehearsal is not None:
         if not str(parsed.nproc_per_node).isdigit():

@@ -25,6 +25,7 @@ from laconic.compat._bucket_owner import watch
 from laconic.compat._hooks import Binding, completed
 from laconic.ranks.agreement import agree
 from laconic.ranks.groups import Groups
+from laconic.ranks.islands import whole
 from laconic.reducers.exact import Exact
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
@@ -110,7 +111,7 @@ class PostLocalSGDState:
     def _node(self, process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         device = control_device(process_group)
         identity = agree(["post_localSGD_hook"], None, TorchGroup(process_group), device)
-        self._groups = Groups(process_group, identity, ["node"], None, device)
+        self._groups = Groups(whole(process_group), identity, ["node"], None, device)
         return self._groups["node"].process_group
 
 

@@ -22,6 +22,7 @@ from laconic.comm.group import TorchGroup
 from laconic.compat.model_averaging.averagers import ModelAverager
 from laconic.ranks.agreement import agree
 from laconic.ranks.groups import Groups
+from laconic.ranks.islands import whole
 
 __all__ = ["HierarchicalModelAverager"]
 
@@ -67,7 +68,7 @@ class HierarchicalModelAverager(ModelAverager):
         device = control_device(self.process_group)
         facts = [f"period {period}: groups of {size}" for period, size in period_group_size_dict.items()]
         identity = agree(facts, None, TorchGroup(self.process_group), device)
-        self._groups = Groups(self.process_group, identity, sizes, None, device)
+        self._groups = Groups(whole(self.process_group), identity, sizes, None, device)
         self.period_process_group_dict: OrderedDict[int, dist.ProcessGroup] = OrderedDict()
         logger.info("Hierarchy of model averaging:")
         for period, size in period_group_size_dict.items():

@@ -1,0 +1,195 @@
+"""Sharded gradients: what FSDP2 holds of a gradient hook, and how its flat tensors become buckets."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from laconic._torch.fsdp import ShardGroup, shard_groups
+from laconic._torch.tensors import at_end_of_backward, backward_id
+from laconic.comm.flat_tensors import local, unflatten
+from laconic.gradients.hook import GradientHook
+
+
+@dataclass
+class _ShardBucket:
+    """The gradients of one `fully_shard` group in the backward that is running: a `Gradients` for the hook.
+
+    `flat` is the reduce-scatter's own output where FSDP's gradients will be views of it: there the mean is written in place.
+    Else it is a copy without padding, FSDP is left zeros, and the mean is added to what it makes of them.
+    """
+
+    number: int
+    last: bool
+    shards: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
+    in_place: bool
+    calls: int = 1  # a module that is used several times is reduced as often
+    mean: Future[Tensor] | None = field(default=None)
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.last
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return self.views
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.shards)
+
+    def write(self) -> None:
+        """Put the mean into the parameters' gradients."""
+        assert self.mean is not None
+        mean = self.mean.value()
+        if self.in_place:
+            if mean.data_ptr() != self.flat.data_ptr():
+                self.flat.copy_(mean)
+            return
+        for parameter, part in zip(self.shards, unflatten(mean, self.views), strict=True):
+            assert parameter.grad is not None, "FSDP has made one of what it was left"
+            local(parameter.grad).add_(part.to(parameter.grad.device))
+
+
+class ShardedDispatcher:
+    """Collects the flat gradients of a sharded model, hands them to `target` in one order, and writes the means back.
+
+    FSDP calls a hook for each group after its reduce-scatter, in whatever order backward comes to them. Buckets leave in the
+    order of the model's modules, last to first, which is as a rule the order of backward; one that comes early waits for those
+    before it. The means are written when the backward ends: until then nobody may read gradients. In the first backward all
+    buckets leave at its end, because only then is it known how often each group is reduced.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.target: GradientHook | None = None
+        self.muted = False  # a local phase: gradients stay those of the island
+        self.apart = False  # only DDP has collectives of its own to silence
+        self._groups = shard_groups(model)[::-1]
+        self._backward = -1  # which one is running, or was the last
+        self._arrived: dict[int, _ShardBucket] = {}
+        self._launched = 0
+        self._expected: dict[int, int] = {}  # calls of each group in the last backward
+        self._partial: dict[int, Tensor] = {}  # of backwards whose gradients are only added up, by group
+        for number, group in enumerate(self._groups):
+            group.set_hook(partial(self._reduced, number))
+
+    def release(self) -> None:
+        """Plain FSDP2 again."""
+        if self.target is not None:
+            self.target.settle()
+        for group in self._groups:
+            group.set_hook(None)
+        self.target = None
+
+    def _reduced(self, number: int, output: Tensor) -> None:
+        """FSDP has reduce-scattered the gradients of a group; they are this island's mean."""
+        if self.muted or self.target is None:
+            return
+        if backward_id() != self._backward:
+            self._begin()
+        group = self._groups[number]
+        self._check(group, output)
+        if not group.averages:
+            self._add_up(number, output)
+            return
+        bucket = self._arrived.get(number)
+        if bucket is None:
+            self._arrived[number] = self._bucket(number, output)
+        elif number < self._launched:
+            raise RuntimeError(
+                f"{group.name} is reduced {bucket.calls + 1} times in this backward, and was {self._expected[number]} times in "
+                "the one before: a module must be used as often in every step where its gradients are averaged"
+            )
+        else:
+            bucket.calls += 1
+            if not bucket.in_place:  # else FSDP adds it to the gradient, which is this bucket
+                bucket.flat.add_(_compact(group, output))
+        self._launch(lambda bucket: bucket.calls >= self._expected.get(bucket.number, bucket.calls + 1))
+
+    def _begin(self) -> None:
+        """Another backward. One that failed has left buckets behind."""
+        assert self.target is not None
+        if self._arrived:
+            self.target.settle()
+        self._backward, self._arrived, self._launched = backward_id(), {}, 0
+        # FSDP queues its own end of a backward, in which it reduces what is left. This one comes after all that are queued
+        # until it is called the first time.
+        at_end_of_backward(lambda: at_end_of_backward(self._finish))
+
+    def _check(self, group: ShardGroup, output: Tensor) -> None:
+        numbers = sum(padded for _, padded in group.pieces())
+        if output.numel() != numbers:
+            raise RuntimeError(
+                f"some parameters of {group.name} got no gradient in this backward: FSDP reduced {output.numel()} numbers of "
+                f"{numbers}. Call model.set_reduce_scatter_unused_params(True), by which they get zeros, or freeze them with "
+                "requires_grad_(False)"
+            )
+
+    def _add_up(self, number: int, output: Tensor) -> None:
+        """`set_requires_all_reduce(False)`: the next average is of the sum, as in torch's own HSDP."""
+        flat = _compact(self._groups[number], output)
+        self._partial[number] = self._partial[number].add_(flat) if number in self._partial else flat
+
+    def _bucket(self, number: int, output: Tensor) -> _ShardBucket:
+        group = self._groups[number]
+        parameters, pieces = group.parameters, group.pieces()
+        in_place = number not in self._partial and all(
+            parameter.grad is None
+            and (parameter.dtype, parameter.device) == (output.dtype, output.device)
+            and size.numel() == padded
+            for parameter, (size, padded) in zip(parameters, pieces, strict=True)
+        )
+        in_place = in_place and group.divisor(output.dtype) == 1
+        flat = output if in_place else _compact(group, output)
+        if number in self._partial:
+            flat.add_(self._partial.pop(number))
+        views = _views(flat, [size for size, _ in pieces])
+        return _ShardBucket(number, number == len(self._groups) - 1, parameters, flat, views, in_place)
+
+    def _launch(self, ready: Callable[[_ShardBucket], bool]) -> None:
+        """Hand on the buckets whose turn it is, as long as they are ready."""
+        assert self.target is not None
+        while (bucket := self._arrived.get(self._launched)) is not None and ready(bucket):
+            self._launched += 1
+            bucket.mean = self.target.arrive(bucket)
+
+    def _finish(self) -> None:
+        """The backward has ended: launch what has not been, and write the means."""
+        missing = [group.name for number, group in enumerate(self._groups) if number not in self._arrived]
+        if not self._arrived:
+            return  # gradients were only added up
+        if missing:
+            raise RuntimeError(
+                f"{', '.join(missing)} got no gradients in this backward, and other modules did. Call "
+                "model.set_reduce_scatter_unused_params(True), by which parameters without a gradient get zeros, or freeze "
+                "those that are never used with requires_grad_(False)"
+            )
+        self._launch(lambda _: True)
+        with torch.no_grad():
+            for bucket in self._arrived.values():
+                bucket.write()
+        self._expected = {number: bucket.calls for number, bucket in self._arrived.items()}
+        self._arrived, self._launched = {}, 0
+
+
+def _compact(group: ShardGroup, output: Tensor) -> Tensor:
+    """The gradients in a flat tensor without their padding, as FSDP would hand them on; it is left zeros instead."""
+    pieces = group.pieces()
+    parts = torch.split(output, [padded for _, padded in pieces])
+    flat = torch.cat([part[: size.numel()] for part, (size, _) in zip(parts, pieces, strict=True)])
+    divisor = group.divisor(output.dtype)
+    output.zero_()
+    return flat if divisor == 1 else flat.div_(divisor)
+
+
+def _views(flat: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
+    parts = torch.split(flat, [size.numel() for size in sizes])
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
