@@ -96,8 +96,8 @@ def predict(
     in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
 
     Of a model that `fully_shard` has sharded, a rank's bytes are those of its shards, `world_size` is the number of islands,
-    and buckets are the groups of `fully_shard`. With `shards`, a whole model is counted as if each parameter were cut by rows into
-    so many, of which this rank holds number `shard`, as `fully_shard` cuts them.
+    and buckets are the groups of `fully_shard`. With `shards`, a whole model is counted as if each parameter were cut by rows
+    into so many, of which this rank holds number `shard`, as `fully_shard` cuts them.
 
     Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's optimizers have
     them; the cycle is one of theirs, too, or some ten thousand steps where that would be longer. What `moments="average"`

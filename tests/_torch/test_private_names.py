@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +16,10 @@ from laconic._torch.ddp import has_rebuilt_buckets
 from laconic._torch.optimizers import state_dict_hooks
 from laconic._torch.private_names import (
     DDP,
+    FSDP_GROUP,
+    FSDP_MESH,
+    FSDP_SHARD,
+    FSDP_STATE,
     OPTIMIZER,
     OPTIONS,
     PARTS,
@@ -39,6 +46,10 @@ def live() -> Iterator[dict[str, object]]:
     zero = ZeroRedundancyOptimizer(layer.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
     group = dist.group.WORLD
     assert group is not None
+    whole = torch.nn.Linear(2, 2)
+    fully_shard(whole, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))  # HSDP has all groups
+    state: Any = whole._get_fsdp_state()  # type: ignore[operator]
+    groups = state._fsdp_param_groups
     yield {
         DDP: DistributedDataParallel(layer),
         STATIC_DDP: DistributedDataParallel(torch.nn.Linear(2, 2), static_graph=True),
@@ -47,6 +58,10 @@ def live() -> Iterator[dict[str, object]]:
         OPTIMIZER: torch.optim.SGD(layer.parameters()),
         ZERO: zero,
         ZERO_INFO: zero._overlap_info,
+        FSDP_STATE: state,
+        FSDP_GROUP: groups[0],
+        FSDP_MESH: groups[0].mesh_info,
+        FSDP_SHARD: groups[0].fsdp_params[0],
     }
     dist.destroy_process_group()
 

@@ -229,7 +229,7 @@ def test_another_version_is_an_error_and_no_reason_to_begin_anew(tmp_path: Path)
 )
 def test_what_would_come_back_as_something_else_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(TypeError, match="extra/x"):
-        pack({"extra": {"x": make()}}, "/".join)
+        pack({"extra": {"x": make()}}, lambda path, _: "/".join(path))
 
 
 def test_what_is_packed_comes_back_as_it_was() -> None:
@@ -252,7 +252,7 @@ def test_what_is_packed_comes_back_as_it_was() -> None:
         "z": 1 + 2j,
     }
     tensors = {"a": {"b": torch.ones(2).t(), "empty": torch.empty(0)}, "a/b": torch.arange(6).view(2, 3).t()}
-    packed, rest = pack({"arrays": arrays, "plain": plain, "tensors": [tensors]}, "/".join)
+    packed, rest = pack({"arrays": arrays, "plain": plain, "tensors": [tensors]}, lambda path, _: "/".join(path))
     found = unpack(skeleton(rest), packed)
     assert sorted(keys(skeleton(rest))) == sorted(packed), "nothing is read that was not asked for, nor the reverse"
     for name, array in arrays.items():

@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from laconic._torch.private_names import part
+from laconic._torch.private_names import FSDP_COLLECTIVES, part
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -81,7 +82,7 @@ class ShardGroup:
         group, kind = self._group, part(self._group, "mesh_info")
         scatter = part(group, "_reduce_scatter_process_group") if hasattr(kind, "shard_process_group") else None
         replicate = part(group, "_all_reduce_process_group") if hasattr(kind, "replicate_process_group") else None
-        factors = part(_collectives(), "_get_gradient_divide_factors")(
+        factors = part(resolve_name(FSDP_COLLECTIVES), "_get_gradient_divide_factors")(
             scatter,
             replicate,
             dtype,
@@ -124,12 +125,6 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Any]]]:
 
 def _trains(group: Any) -> bool:
     return any(part(shard, "sharded_param").requires_grad for shard in part(group, "fsdp_params"))
-
-
-def _collectives() -> Any:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-
-    return _fsdp_collectives
 
 
 def after_accumulation(parameter: Tensor) -> bool:

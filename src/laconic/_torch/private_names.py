@@ -95,6 +95,7 @@ PARTS = [
     Part(MIXED, "_ddp_mp_hook_state", "the hook that waits for a parameter's copy", mark=True),
     Part(MIXED, "_ddp_ignored", "which parameters have no such copy", mark=True),
     Part(IN_BACKWARD, "_in_backward_optimizers", "the optimizers to step in backward", mark=True),
+    Part("torch", "_C", "tell one backward from another"),
     Part("torch._C", "_current_graph_task_id", "tell one backward from another"),
     # FSDP2
     Part("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "which parameters a module communicates together"),

@@ -26,4 +26,4 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 def backward_id() -> int:
     """The number of the backward that is running, also in what is called at its end; -1 where none is."""
-    return int(part(torch._C, "_current_graph_task_id")())
+    return int(part(part(torch, "_C"), "_current_graph_task_id")())

@@ -6,6 +6,6 @@ laconic.checkpoint.load("checkpoints", run=run)              # the newest whole 
 
 from laconic.checkpoint.loading import Loaded, latest, load
 from laconic.checkpoint.saving import Saving, save
-from laconic.checkpoint.stateful import RankState
+from laconic.checkpoint.stateful import RankState, island_key
 
-__all__ = ["Loaded", "RankState", "Saving", "latest", "load", "save"]
+__all__ = ["Loaded", "RankState", "Saving", "island_key", "latest", "load", "save"]

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic._torch.fsdp import is_dtensor
 from laconic.run import resume
 from laconic.run.arguments import unwrapped
 from laconic.run.engine import Engine
@@ -49,12 +50,16 @@ def bare(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def namer(engine: Engine, rank: int) -> Callable[[tuple[str, ...]], str]:
-    """How the tensors of `gather` are called: what all ranks have alike is saved once, the rest under `rank{r}/`."""
+def namer(engine: Engine) -> Callable[[tuple[str, ...], Tensor], str]:
+    """How the tensors of `gather` are called: what all replicas have alike is saved once, the rest under `rank{r}/`.
+
+    Of a sharded model, parts of a whole that islands have apart are saved under `island{i}/`. DCP gives all islands the first
+    one's where they save under one name.
+    """
     parameters = {name for name, _ in engine.module.named_parameters()}
     ignored = set(engine.ddp.parameters_to_ignore) if engine.ddp is not None else set()
 
-    def name(path: tuple[str, ...]) -> str:
+    def name(path: tuple[str, ...], tensor: Tensor) -> str:
         match path:
             case ("model", parameter):
                 shared = engine.lockstep and parameter in parameters - ignored
@@ -64,7 +69,10 @@ def namer(engine: Engine, rank: int) -> Callable[[tuple[str, ...]], str]:
                 shared = True
             case _:
                 shared = False
-        return "/".join(path) if shared else "/".join((f"rank{rank}", *path))
+        if engine.place.sharding is not None and not is_dtensor(tensor):
+            shared = False  # a rank's own, whatever islands have alike
+        owner = f"island{engine.ranks.island}" if is_dtensor(tensor) else f"rank{engine.group.rank}"
+        return "/".join(path) if shared else "/".join((owner, *path))
 
     return name
 

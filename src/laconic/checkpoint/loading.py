@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -16,6 +15,7 @@ from laconic.checkpoint import manifest
 from laconic.checkpoint.contents import check_own, live_engine, set_random
 from laconic.checkpoint.packing import keys, skeleton, unpack
 from laconic.checkpoint.redeal import merge
+from laconic.checkpoint.shards import Shards, own_parts, without_uncut
 from laconic.ranks.agreement import agree
 from laconic.run import resume
 from laconic.run.engine import Engine
@@ -75,7 +75,7 @@ def load(
         agree([f"checkpoint {folder.name}"], problem, group, device)
         assert facts is not None
         try:
-            tree = _tree(folder, facts.world_size, group.rank, group.world)
+            tree = _tree(folder, facts, engine)
             _check(tree, engine, strict)
         except (Exception, dcp.CheckpointException) as error:  # whatever it is, no rank may wait for this one
             problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
@@ -94,30 +94,47 @@ def _chosen(path: Path) -> Path:
     return found
 
 
-def _tree(folder: Path, saved_world: int, rank: int, world: int) -> dict[str, Any]:
-    reader = dcp.FileSystemReader(folder)
-    metadata = reader.read_metadata()
+def _tree(folder: Path, facts: manifest.Manifest, engine: Engine) -> dict[str, Any]:
+    """This rank's tree: its own, or, of another number of islands or shards, what it gets of what the old ranks had.
+
+    Whatever has a number for each of a sharded parameter's is read as this rank's shard of it now, however it was cut then.
+    """
+    metadata, shards = dcp.FileSystemReader(folder).read_metadata(), Shards(engine)
+    old_world, old_shards, ranks, rank = facts.world_size, facts.shards, engine.ranks, engine.group.rank
 
     def of(old: int) -> dict[str, Any]:
         name = f"rank{old}/skeleton"
-        bones = skeleton(_read(folder, metadata, [name])[name])
-        tree: dict[str, Any] = unpack(bones, _read(folder, metadata, keys(bones)))
+        bones = skeleton(_read(folder, metadata, {name: ()}, shards)[name])
+        tree: dict[str, Any] = unpack(bones, _read(folder, metadata, keys(bones), shards))
         return tree
 
-    if saved_world == world:
-        return of(rank)
-    trees = [of(old) for old in range(saved_world)]
-    merged = merge(trees)
-    merged["run"]["rank"] = rank
-    return {**merged, "extra": trees[rank % saved_world]["extra"], "random": None}
+    if (old_world, old_shards) == (engine.group.world, ranks.shards):
+        tree = of(rank)
+        return {**tree, "run": own_parts(tree["run"])}
+    lost: list[str] = []
+    trees = [of(island * old_shards + ranks.shard % old_shards) for island in range(old_world // old_shards)]
+    if old_shards != ranks.shards:
+        for tree in trees:
+            tree["run"], lost = without_uncut(tree["run"])
+    tree = trees[ranks.island] if len(trees) == ranks.islands else merge(trees)
+    tree["run"] = {**own_parts(tree["run"]), "rank": rank}
+    if lost:
+        warnings.warn(
+            f"the checkpoint is of {old_shards} shards, and here are {ranks.shards}: {', '.join(map(repr, lost))} of a "
+            "compressor is of a shard as a whole, and begins anew",
+            stacklevel=4,
+        )
+    extra = of(rank % old_world)["extra"] if old_shards != ranks.shards else trees[rank % len(trees)]["extra"]
+    return {**tree, "extra": extra, "random": None}
 
 
-def _read(folder: Path, metadata: Metadata, names: list[str]) -> dict[str, Tensor]:
+def _read(folder: Path, metadata: Metadata, names: Mapping[str, tuple[str, ...]], shards: Shards) -> dict[str, Tensor]:
+    """Tensors by name, each with its place in the tree."""
     tensors: dict[str, Any] = {}
-    for name in names:
+    for name, path in names.items():
         facts = metadata.state_dict_metadata[name]
         assert isinstance(facts, TensorStorageMetadata)
-        tensors[name] = torch.empty(facts.size, dtype=facts.properties.dtype)
+        tensors[name] = shards.blank(path, facts.size, facts.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads for itself
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
@@ -165,6 +182,7 @@ def _check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
 
 def _apply(tree: dict[str, Any], engine: Engine, strict: bool) -> None:
     engine.module.load_state_dict(tree["model"])
+    engine.wrote()
     for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
         optimizer.load_state_dict(state)
     if engine.scaler is not None:

@@ -38,21 +38,24 @@ class Manifest:
     world_size: int
     strategy: str
     files: dict[str, dict[str, Any]]  # name -> bytes, blake2b
+    shards: int = 1  # ranks that held one replica together; not written where each held a whole one
 
     def write(self, folder: Path) -> None:
+        facts = {key: value for key, value in asdict(self).items() if key != "shards" or value > 1}
         with (folder / FILE).open("w") as file:
-            json.dump({**asdict(self), CHECKSUM: checksum(asdict(self))}, file, indent=1)
+            json.dump({**facts, CHECKSUM: checksum(facts)}, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
 
 
-def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, Any]]) -> Manifest:
+def new(step: int, world_size: int, strategy: str, files: dict[str, dict[str, Any]], shards: int = 1) -> Manifest:
     """A manifest of this moment."""
     from laconic import __version__
 
     now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return Manifest(FORMAT, __version__, torch.__version__, platform.python_version(), now, step, world_size, strategy, files)
+    versions = FORMAT, __version__, torch.__version__, platform.python_version()
+    return Manifest(*versions, now, step, world_size, strategy, files, shards)
 
 
 def checksum(facts: Mapping[str, Any]) -> str:

@@ -13,17 +13,29 @@ ARRAY = "laconic array"  # NumPy's, as its bytes
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def pack(tree: object, name: Callable[[tuple[str, ...]], str]) -> tuple[dict[str, Tensor], Tensor]:
+Path = tuple[str, ...]
+
+
+def _as_is(path: Path, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def pack(
+    tree: object, name: Callable[[Path, Tensor], str], prepared: Callable[[Path, Tensor], Tensor] = _as_is
+) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of a tree of dicts, lists and tuples, by what `name` makes of their paths; and all the rest, as bytes.
+
+    Each is saved as what `prepared` makes of it.
 
     NumPy's arrays come back as such, its numbers as Python's, and named tuples as tuples. What can't be read back as plain
     data is refused here, with its place: a checkpoint that nobody can load is worth nothing.
     """
     tensors: dict[str, Tensor] = {}
 
-    def walk(node: Any, path: tuple[str, ...]) -> object:
+    def walk(node: Any, path: Path) -> object:
         if isinstance(node, Tensor) and node.layout is torch.strided:
-            key = name(path)
+            node = prepared(path, node)
+            key = name(path, node)
             while key in tensors:  # {"a": {"b": ...}, "a/b": ...}
                 key += "'"
             tensors[key] = node.detach()
@@ -46,13 +58,13 @@ def pack(tree: object, name: Callable[[tuple[str, ...]], str]) -> tuple[dict[str
     return tensors, torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def _key(key: Any, path: tuple[str, ...]) -> Any:
+def _key(key: Any, path: Path) -> Any:
     if key in (MARK, ARRAY):
         raise TypeError(f"{'/'.join(path)} has a key {key!r}, which is a word of the checkpoint's own")
     return _plain(key, path)
 
 
-def _plain(value: Any, path: tuple[str, ...]) -> Any:
+def _plain(value: Any, path: Path) -> Any:
     """A value that can be read back."""
     if type(value) in PLAIN:
         return value
@@ -72,15 +84,12 @@ def skeleton(data: Tensor) -> Any:
     return torch.load(io.BytesIO(bytes(data.tolist())), weights_only=True)
 
 
-def keys(node: object) -> list[str]:
-    """The names of a skeleton's tensors."""
-    return [str(leaf) for leaf in _leaves(node)]
-
-
-def _leaves(node: object) -> list[object]:
-    if isinstance(node, Mapping):
-        return [node[MARK]] if MARK in node else [leaf for value in node.values() for leaf in _leaves(value)]
-    return [leaf for value in node for leaf in _leaves(value)] if isinstance(node, list | tuple) else []
+def keys(node: object, path: Path = ()) -> dict[str, Path]:
+    """The names of a skeleton's tensors, and where in the tree each is."""
+    if isinstance(node, Mapping) and MARK in node:
+        return {str(node[MARK]): path}
+    parts = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list | tuple) else ()
+    return {name: place for key, part in parts for name, place in keys(part, (*path, str(key))).items()}
 
 
 def unpack(node: object, tensors: Mapping[str, Tensor]) -> Any:

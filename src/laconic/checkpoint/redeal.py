@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.checkpoint.shards import rewrapped
+from laconic.comm.flat_tensors import local
 from laconic.run.state import declared, kept_of, owner, upgraded
 
 Path = tuple[str, ...]
@@ -46,7 +48,10 @@ class _Merge:
             return type(first)([self.combined(each, (*path, str(n))) for n, each in enumerate(zip(*nodes, strict=True))])
         return first
 
-    def _tensor(self, tensors: Sequence[Tensor], path: Path) -> Tensor:
+    def _tensor(self, parts: Sequence[Tensor], path: Path) -> Tensor:
+        return rewrapped(parts[0], self._merged([local(part) for part in parts], path))
+
+    def _merged(self, tensors: Sequence[Tensor], path: Path) -> Tensor:
         first = tensors[0]
         match path:
             case ("model" | "optimizers", *_):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from laconic.checkpoint import manifest
 from laconic.checkpoint.contents import check_own, gather, live_engine, namer
 from laconic.checkpoint.packing import pack
+from laconic.checkpoint.shards import Shards, copied
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError, TorchGroup, is_lost
 from laconic.comm.ledger import Ledger
@@ -110,7 +111,7 @@ def save(
                 before.settle(failed=False)
             _check_arguments(extra, keep)
             check_own(engine, model, optimizer)
-            tensors, rest = pack(gather(engine, extra), namer(engine, group.rank))
+            tensors, rest = pack(gather(engine, extra), namer(engine), Shards(engine).joined)
             flat = {**tensors, f"rank{group.rank}/skeleton": rest}
         except Exception as error:  # whatever it is, no rank may wait for this one
             problem = error
@@ -118,11 +119,11 @@ def save(
         identity = agree(facts, problem, group, device)
         writers = engine.background_group() if asynchronous or device.type != "cpu" else group
         if asynchronous:
-            flat = {key: tensor.to("cpu", copy=True) for key, tensor in flat.items()}
-        strategy, step = str(run.strategy), run.step
+            flat = {key: copied(tensor) for key, tensor in flat.items()}
+        strategy, step, shards = str(run.strategy), run.step, engine.ranks.shards
         target = Path(path) / manifest.folder_name(step)
         partial = target.with_name(f"{target.name}.{identity[:8]}{manifest.PARTIAL}")
-        saving = Saving(lambda: _write(target, partial, flat, writers, step, strategy, keep), asynchronous)
+        saving = Saving(lambda: _write(target, partial, flat, writers, step, strategy, shards, keep), asynchronous)
         if asynchronous:
             _going[run] = saving
             engine.before_detach(saving.settle)
@@ -141,7 +142,14 @@ def _check_arguments(extra: object, keep: object) -> None:
 
 
 def _write(
-    target: Path, partial: Path, flat: dict[str, Tensor], group: TorchGroup, step: int, strategy: str, keep: int | None
+    target: Path,
+    partial: Path,
+    flat: dict[str, Tensor],
+    group: TorchGroup,
+    step: int,
+    strategy: str,
+    shards: int,
+    keep: int | None,
 ) -> Path:
     first = group.rank == 0
     with ExitStack() as locked:
@@ -151,7 +159,7 @@ def _write(
             mine: dict[str, Any] = {}
             _together(group, lambda: mine.update(manifest.describe(partial, _own_files(partial, group.rank))))
             facts = complete(gather_texts(json.dumps(mine), CPU), group, Ledger())
-            _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy)
+            _together(group, _publish if first else None, target, partial, facts, group.world, step, strategy, shards)
         except BaseException as problem:
             shutil.rmtree(partial, ignore_errors=True)  # by every rank: it may be that each has seen another directory
             if not isinstance(problem, Exception | dcp.CheckpointException):
@@ -185,11 +193,11 @@ def _prepare(partial: Path, locked: ExitStack) -> None:
     locked.enter_context(manifest.lock(partial))
 
 
-def _publish(target: Path, partial: Path, facts: list[str], world: int, step: int, strategy: str) -> None:
+def _publish(target: Path, partial: Path, facts: list[str], world: int, step: int, strategy: str, shards: int) -> None:
     files = manifest.describe(partial, [".metadata"])
     for each in facts:
         files |= json.loads(each)
-    written = manifest.new(step, world, strategy, files)
+    written = manifest.new(step, world, strategy, files, shards)
     torn = manifest.missing(partial, written)
     if torn is not None:
         raise FileNotFoundError(f"{torn}, as the first rank sees it: all ranks must write to one directory that all can see")

@@ -8,6 +8,18 @@ import torch
 from laconic.run.run import Run, engine_of
 
 
+def island_key(run: Run) -> str:
+    """Under what to save model and optimizer in a `torch.distributed.checkpoint` of the user's own; for sharded models.
+
+    DCP takes what islands save under one name for the same, and keeps the first one's. So where islands may differ, each has a
+    name of its own:
+
+        state = {island_key(run): {"model": model_state, "optimizer": optimizer_state}, "laconic": RankState(run)}
+    """
+    engine = engine_of(run)
+    return "islands" if engine.lockstep else f"island{engine.ranks.island}"
+
+
 class RankState:
     """`dcp.save({"model": ..., "laconic": RankState(run)})`, and the same with `dcp.load`, on as many ranks.
 

@@ -149,13 +149,11 @@ def _whole_periods(strategy: laconic.Strategy, most: int) -> int:
 
 def evaluate(trainee: Trainee) -> float:
     """The held-out loss on the first worker; on all where the model is sharded, because they compute it together."""
-    model: Any = trainee.bare
+    model = trainee.bare
     with torch.no_grad():
         model.eval()
         value = trainee.task.evaluate(model) if dist.get_rank() == 0 or trainee.mesh is not None else 0.0
         model.train()
-    if trainee.mesh is not None:
-        model.reshard()  # fully_shard leaves what is in no block whole after a forward, and the next one would take it as it is
     return value
 
 

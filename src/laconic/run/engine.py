@@ -272,6 +272,7 @@ class Engine:
         if self._dispatcher is not None:
             self._dispatcher.release()
             self._dispatcher = self.ddp = None
+            self.place = self.place._replace(ddp=None)
         if self.local.deltas is not None:
             self.local.deltas.abandon()
         self.groups.close()

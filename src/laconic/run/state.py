@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL
+from laconic.comm.flat_tensors import local
 from laconic.reducers.base import Memory
 from laconic.run.stats import Counts
 from laconic.strategies.parsing import saved
@@ -60,14 +61,14 @@ def checked(
         ahead = [int(count) for count in state["ahead"]]
         order = None if state["order"] is None else [str(name) for name in state["order"]]
         memory = {name: dict(slot) for name, slot in state["memory"].items()}
-        local = {key: state["local"][key] for key in ("syncs", "skipped", "last", "rate", "drifted", "deltas")}
+        between = {key: state["local"][key] for key in ("syncs", "skipped", "last", "rate", "drifted", "deltas")}
         counts = Counts.load(state["counts"]) if "counts" in state else Counts()
-        promised, kept = list(state["kept"]), kept_of(memory, local["deltas"])
+        promised, kept = list(state["kept"]), kept_of(memory, between["deltas"])
         whose = {str(key): _checked_owner(value) for key, value in state["whose"].items()}
         last = state.get("second_moment", {"last": None})["last"]  # a state from before there was one has none
         second = {"last": None if last is None else int(last)}
-        if local["deltas"] is not None:
-            _check_deltas(local["deltas"])
+        if between["deltas"] is not None:
+            _check_deltas(between["deltas"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"the state is damaged: {type(error).__name__}: {error}") from error
     if state.get("rank") != rank:
@@ -83,16 +84,17 @@ def checked(
     if text != strategy:
         raise ValueError(f"the state is of the strategy {text}, attached is {strategy}")
     check_tensors(memory)
-    check_tensors((local["deltas"] or {}).get("memory", {}))
+    check_tensors((between["deltas"] or {}).get("memory", {}))
     for name in memory:
         if name not in known:
             raise ValueError(f"the state has memory of a parameter {name!r} that this model doesn't have")
-    for name, parameter in parameters.items() if local["deltas"] is not None else ():
-        anchor = local["deltas"]["anchors"].get(name)
-        if not isinstance(anchor, Tensor) or anchor.shape != parameter.shape:
+    for name, parameter in parameters.items() if between["deltas"] is not None else ():
+        anchor = between["deltas"]["anchors"].get(name)
+        wanted = local(parameter).shape
+        if not isinstance(anchor, Tensor) or anchor.shape != wanted:
             found = f"one of shape {tuple(anchor.shape)}" if isinstance(anchor, Tensor) else "none; was it frozen then?"
-            raise ValueError(f"{name!r} needs an anchor of shape {tuple(parameter.shape)}, and the state has {found}")
-    return State(step, ahead, exchanges, order, memory, local, counts, whose, second)
+            raise ValueError(f"{name!r} needs an anchor of shape {tuple(wanted)}, and the state has {found}")
+    return State(step, ahead, exchanges, order, memory, between, counts, whose, second)
 
 
 def check_tensors(memory: Mapping[str, Mapping[str, object]]) -> None:
