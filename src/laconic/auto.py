@@ -9,4 +9,4 @@ import os
 from laconic.script.auto import install
 
 if "LACONIC_STRATEGY" in os.environ:
-    install(os.environ["LACONIC_STRATEGY"])
+    install(os.environ["LACONIC_STRATEGY"], os.environ.get("LACONIC_ISLAND_SIZE"))

@@ -185,15 +185,15 @@ def run_(
     ],
     link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
     island_size: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1, help="ranks that hold one replica of a model sharded by fully_shard; with --link they share a host"
+            help="for fully_shard: so many ranks hold a replica, or 'node': those of a node; with --link they share a host"
         ),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="write what is sent, waited for and lost there: see watch")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="with --record, for TensorBoard too")] = False,
 ) -> None:
-    """Run any DDP script, unchanged, under a strategy.
+    """Run any script that uses DDP or fully_shard, unchanged, under a strategy.
 
     laconic's own options come first, then torchrun's, then the script with its arguments:
 
@@ -209,8 +209,12 @@ def run_(
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
     try:
         cable = parse(link)
-        hosts = partial(rehearse, link=cable, island_size=island_size or 1)
-        rehearsal = None if cable.bits_per_second is None else hosts
+        rehearsal = None
+        if cable.bits_per_second is not None:
+            if island_size == "node":
+                raise ValueError("with --link, give --island-size as a number: so many processes share a host")
+            size = island_size or "1"
+            rehearsal = partial(rehearse, link=cable, island_size=max(int(size), 1) if size.isdecimal() else 1)
         code = launch(strategy, context.args, record, tensorboard=tensorboard, rehearsal=rehearsal, island_size=island_size)
     except (ValueError, TypeError) as error:
         _fail(error)

@@ -129,7 +129,7 @@ class Meter:
     def _layer_bytes(self) -> dict[str, int]:
         """Worked out once for each strategy: a run may swap it."""
         if not self._bytes:
-            self._bytes = layer_bytes(self._run.strategy, self._engine.model, self._engine.group.world)
+            self._bytes = layer_bytes(self._run.strategy, self._engine.model, self._engine.replicas.world)
         return self._bytes
 
     def _start(self) -> dict[str, Any]:
@@ -142,6 +142,7 @@ class Meter:
             "cycle": run.strategy.cycle or 1,
             "rank": engine.group.rank,
             "world": engine.group.world,
+            "shards": engine.ranks.shards,
             "step": run.step,
             "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
             "torch": torch.__version__,

@@ -221,10 +221,7 @@ def own_dcp(rank: int, text: str, folder: str) -> None:
 
     other, others, mesh = sharded(2, adam, seed=3)
     again = laconic.attach(other, others, text, mesh=mesh)
-    for parameter in other.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    model_state, optimizer_state = get_state_dict(other, others)
-    others.zero_grad()
+    model_state, optimizer_state = get_state_dict(other, others)  # it makes a step at rate 0, to have places for moments
     state = {key: {"model": model_state, "optimizer": optimizer_state}, "laconic": laconic.checkpoint.RankState(again)}
     dcp.load(state, checkpoint_id=folder)
     set_state_dict(other, others, model_state_dict=model_state, optim_state_dict=optimizer_state)

@@ -311,7 +311,7 @@ def a_failed_backward(rank: int) -> None:
         raise KeyError("half-way")
 
     def fail_behind(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        output.register_hook(fail)
+        output.register_hook(fail)  # type: ignore[no-untyped-call]
 
     text = "ddp(reducer=ErrorFeedback(TopK(0.2)))"
     with laconic.attach(model, optimizer, text, mesh=mesh) as run:

@@ -178,8 +178,8 @@ def test_a_comparison_of_islands_and_its_record(tmp_path: Path) -> None:
     assert by["diloco(period=4)"]["wire_bytes_per_step"]["counted"] == pytest.approx(sent["counted"] / 4, rel=0.05)
 
 
-@pytest.mark.parametrize(("island_size", "new"), [(None, {}), (2, {"LACONIC_ISLAND_SIZE": "2"})])
-def test_the_scripts_processes_are_told_the_island_size(island_size: int | None, new: dict[str, str]) -> None:
+@pytest.mark.parametrize(("island_size", "new"), [(None, {}), ("2", {"LACONIC_ISLAND_SIZE": "2"})])
+def test_the_scripts_processes_are_told_the_island_size(island_size: str | None, new: dict[str, str]) -> None:
     given: list[Mapping[str, str]] = []
 
     def rehearsal(command: list[str], processes: int, environment: Mapping[str, str]) -> int:

@@ -105,7 +105,7 @@ def two_over_the_same(rank: int, loaded: bool) -> None:
             optimizer.load_state_dict(state)
         model(torch.ones(1, 6))
         other = copy.copy(model)  # built before the first one ran, so no constructor has ended that run
-        watcher()._ddps[other] = AutoRun(other)
+        watcher()._models[other] = AutoRun(other)
         with pytest.raises(
             RuntimeError, match=r"no optimizer made a step between them: diloco\(period=4\) can be attached to one"
         ):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from laconic._torch.fsdp import ShardGroup, shard_groups
+from laconic._torch.fsdp import ShardGroup, failed_in_collective, shard_groups
 from laconic._torch.tensors import at_end_of_backward, backward_id
 from laconic.comm.flat_tensors import local, unflatten
+from laconic.comm.group import is_lost
 from laconic.gradients.hook import GradientHook
 
 
@@ -178,6 +179,11 @@ class ShardedDispatcher:
                 bucket.write()
         self._expected = {number: bucket.calls for number, bucket in self._arrived.items()}
         self._arrived, self._launched = {}, 0
+
+
+def in_island(error: BaseException) -> bool:
+    """Whether a collective of torch's own failed, as FSDP has inside of an island: it says no more than its backend."""
+    return is_lost(error) and failed_in_collective(error)
 
 
 def _compact(group: ShardGroup, output: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class DeltaAverager:
     def _note(self, exchange: FragmentExchange) -> None:
         if self._inspector.watching:
             means = squared_norm(pending.exchange.result.mean for pending in exchange.buckets)
-            squares, rank = exchange.heartbeat.result.squares, self._group.rank
+            squares, rank = exchange.heartbeat.result.own_squares, self._group.rank
             self._inspector.syncs.append(sync_of_deltas(exchange.launched, squares, rank, means))
         if self._deltas.blend == 0 and not (self._deltas.carry and self._deltas.delay):
             self._clean.add(exchange.fragment)

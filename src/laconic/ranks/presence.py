@@ -40,6 +40,7 @@ class Heartbeat(NamedTuple):
     squares: list[float]  # how far each replica has come, squared
     rates: list[float]  # learning rates, as the first rank has them
     broken: list[str]  # ranks whose numbers are not finite
+    own_squares: list[float]  # how far this rank's shard of each replica has come
 
 
 def heartbeat(
@@ -57,7 +58,7 @@ def heartbeat(
     squares = [row[1] for row in rows]
     broken = [name for name, each in zip(group.names, squares, strict=True) if not math.isfinite(each)]
     replicas = [sum(squares[place : place + shards]) for place in range(0, len(squares), shards)]
-    return Heartbeat(step, replicas, rows[0][2:], broken)
+    return Heartbeat(step, replicas, rows[0][2:], broken, squares[group.rank % shards :: shards])
 
 
 class Report(NamedTuple):

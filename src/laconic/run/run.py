@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from laconic._torch.fsdp import failed_in_collective
 from laconic.comm.exchange import complete
 from laconic.comm.flat_tensors import local
-from laconic.comm.group import CommunicationError, is_lost
+from laconic.comm.group import CommunicationError
 from laconic.gradients.dispatcher import in_buffers
+from laconic.gradients.sharded import in_island
 from laconic.ranks.agreement import agree
 from laconic.ranks.presence import still_training
 from laconic.run import resume
@@ -155,7 +155,7 @@ class Run:
             if in_buffers(error):
                 phase = "DDP's broadcast of buffers"
                 raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
-            if engine.place.sharding is not None and is_lost(error) and failed_in_collective(error):
+            if engine.place.sharding is not None and in_island(error):
                 phase = f"a collective of torch's own inside of island {engine.ranks.island}, here on {engine.name}"
                 raise CommunicationError(f"{self.strategy}, step {self.step + 1}, {phase}: {error}") from error
             return False

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from laconic.comm.group import CommunicationError
 from laconic.gradients.dispatcher import in_buffers
+from laconic.gradients.sharded import in_island
 from laconic.ranks.agreement import PeerError
 from laconic.ranks.presence import UnevenError
 from laconic.script.exit_codes import LOST_A_PEER
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> None:
         sys.path[0] = str(Path(target).resolve().parent)
     from laconic.script.auto import install  # not before: the strategy may name a class in a module beside the script
 
-    auto = install(os.environ["LACONIC_STRATEGY"])
+    auto = install(os.environ["LACONIC_STRATEGY"], os.environ.get("LACONIC_ISLAND_SIZE"))
     code = 0
     try:
         if as_module:
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> None:
 def _lost_a_peer(error: BaseException | None) -> bool:
     """Whether it failed only because another rank did."""
     while error is not None:
-        if isinstance(error, CommunicationError | PeerError | UnevenError) or in_buffers(error):
+        if isinstance(error, CommunicationError | PeerError | UnevenError) or in_buffers(error) or in_island(error):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,9 +1,9 @@
 """Attach by itself, to a script that knows nothing of laconic: `install` watches what the process builds.
 
 Each DistributedDataParallel that is built, and all optimizers over its parameters, are attached at its first forward with
-gradients. A new one over the same parameters ends the run before it. Each optimizer's `state_dict()` carries the communication
-state of its own run along, and `load_state_dict()` brings it back. When the process group is destroyed, or the script ends,
-replicas are made equal.
+gradients; so is each model that `fully_shard` has sharded, where the launcher was told the size of islands. A new one over the
+same parameters ends the run before it. Each optimizer's `state_dict()` carries the communication state of its own run along,
+and `load_state_dict()` brings it back. When the process group is destroyed, or the script ends, replicas are made equal.
 """
 
 import atexit
@@ -22,9 +22,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic._torch.fsdp import is_dtensor
 from laconic.run.arguments import attached
 from laconic.run.run import Run, engine_of
-from laconic.script.auto_run import AutoRun, log, parameters_of, remember_rank
+from laconic.script.auto_run import AutoRun, parameters_of
+from laconic.script.islands import Islands, around_fully_shard
+from laconic.script.messages import log, remember_rank
 from laconic.strategies.parsing import strategy as read
 
 KEY = "laconic"  # of the entry in an optimizer's state_dict
@@ -33,14 +36,15 @@ KEY = "laconic"  # of the entry in an optimizer's state_dict
 class Auto:
     """What has been built in this process, and the runs over it."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, islands: Islands | None = None) -> None:
         self.strategy = read(strategy)
+        self.islands = islands
         self.status: Any = None  # that the script asked for by sys.exit
-        self._ddps: weakref.WeakKeyDictionary[DistributedDataParallel, AutoRun] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[nn.Module, AutoRun] = weakref.WeakKeyDictionary()
         self._live: list[AutoRun] = []  # attached, in the order in which they were: the same on all ranks
-        self._built, self._attached = 0, 0  # DDPs, runs, so far
-        self._plain: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()  # it was said why
-        self._explained = False  # it was said why some DDP is not attached
+        self._built, self._attached = 0, 0  # models, runs, so far
+        self._plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # it was said why
+        self._explained = False  # it was said why some model is not attached
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
         self._used: weakref.WeakSet[object] = weakref.WeakSet()  # optimizers and scalers of runs that are over
@@ -67,8 +71,15 @@ class Auto:
     def saw_ddp(self, ddp: DistributedDataParallel) -> None:
         self._built += 1
         remember_rank()
-        self._ddps[ddp] = AutoRun(ddp)
+        self._models[ddp] = AutoRun(ddp)
         ddp.register_forward_pre_hook(_before_forward)
+
+    def saw_sharded(self, module: nn.Module) -> None:
+        """`fully_shard` has sharded it. Its own hook gathers parameters, and this one comes before."""
+        self._built += 1
+        remember_rank()
+        self._models[module] = AutoRun(module, self.islands)
+        module.register_forward_pre_hook(_before_forward, prepend=True)
 
     def saw_weights(self, module: nn.Module) -> None:
         for one in self._live:
@@ -87,22 +98,28 @@ class Auto:
 
     # What is done
 
-    def before_forward(self, ddp: DistributedDataParallel) -> None:
+    def before_forward(self, model: nn.Module) -> None:
         """Attach, at the first forward that a backward may follow; load, where a checkpoint was loaded since the last one."""
-        one = self._ddps.get(ddp)
-        if one is None or not torch.is_grad_enabled() or not dist.is_initialized():
+        one = self._models.get(model)
+        if one is None or not torch.is_grad_enabled() or not dist.is_initialized() or self._inside(model):
             return
         if one.run is None:
-            self._attach(one, ddp)
+            self._attach(one, model)
             return
         if not one.followed:
-            one.follow(self._over(ddp))
+            one.follow(self._over(model))
         state = self._take_loaded(one)
         if state is not None:
             one.load(state)
 
-    def _attach(self, one: AutoRun, ddp: DistributedDataParallel) -> None:
-        for other in [other for other in self._live if other.overlaps(ddp)]:
+    def _inside(self, model: nn.Module) -> bool:
+        """Whether it is sharded as a part of a larger model, which is attached as a whole."""
+        if isinstance(model, DistributedDataParallel):
+            return False
+        return any(model is part for other in list(self._models) if other is not model for part in other.modules())
+
+    def _attach(self, one: AutoRun, model: nn.Module) -> None:
+        for other in [other for other in self._live if other.overlaps(model)]:
             if other.run is not None and other.run.step == other.first_step:
                 raise RuntimeError(
                     "two DistributedDataParallels over the same parameters ran forward, and no optimizer made a step between "
@@ -111,32 +128,33 @@ class Auto:
             self._finish(other)
         if self._used:
             gc.collect()  # else it is chance, and differs between ranks, which of the former optimizers are still there
-        optimizers = self._over(ddp)
+        optimizers = self._over(model)
         if not optimizers:
             return  # they may be built yet
         taken = [type(optimizer).__name__ for optimizer in optimizers if optimizer in attached]
         if taken:
-            if ddp not in self._plain:
+            if model not in self._plain:
+                module = model.module if isinstance(model, DistributedDataParallel) else model
                 log(
-                    f"{self.strategy} is not attached to this {type(ddp.module).__name__}: its {taken[0]} is attached to "
+                    f"{self.strategy} is not attached to this {type(module).__name__}: its {taken[0]} is attached to "
                     "another run already, that of another DistributedDataParallel or one of the script's own"
                 )
-            self._plain.add(ddp)
+            self._plain.add(model)
             self._explained = True
             return
         self._attached += 1
         self._live.append(one)
         one.attach(optimizers, self.strategy, self._scaler(), self._attached, self._take_loaded(one))
 
-    def _over(self, ddp: DistributedDataParallel) -> list[Optimizer]:
+    def _over(self, model: nn.Module) -> list[Optimizer]:
         """The optimizers over its parameters, but for parts of another one, and those of an earlier run that others replace."""
-        ours = parameters_of(ddp)
+        ours = parameters_of(model)
         alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
         found = [one for one in alive if parameters_of(one) & ours]
         inner = {id(value) for one in found for value in vars(one).values() if isinstance(value, Optimizer)}
         found = [one for one in found if id(one) not in inner]
         new = {parameter for one in found if one not in self._used for parameter in parameters_of(one)}
-        left = {id(parameter) for parameter in ddp.parameters() if parameter.requires_grad} - new
+        left = {id(parameter) for parameter in model.parameters() if parameter.requires_grad} - new
         return [one for one in found if one not in self._used or parameters_of(one) & left]
 
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -229,7 +247,14 @@ class Auto:
     def explain_idleness(self) -> None:
         """Why nothing was attached, if nothing was."""
         if self._built == 0:
-            log(f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it")
+            sharded = any(
+                is_dtensor(p) for ref in self._optimizers if (one := ref()) for g in one.param_groups for p in g["params"]
+            )
+            hint = ": its model is sharded, so give --island-size to laconic run, and replicas are islands of so many ranks"
+            log(
+                f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it"
+                f"{hint if sharded else ''}"
+            )
         elif self._attached == 0 and not self._explained:
             log(
                 "no optimizer over the DistributedDataParallel's parameters was there when it ran, "
@@ -240,12 +265,15 @@ class Auto:
 _auto: Auto | None = None
 
 
-def install(strategy: str) -> Auto:
-    """Watch from now on what this process builds."""
+def install(strategy: str, island_size: str | None = None) -> Auto:
+    """Watch from now on what this process builds; where islands have a size, what `fully_shard` shards as well."""
     global _auto
     if _auto is not None:
         return _auto
-    _auto = auto = Auto(strategy)
+    islands = None if island_size is None else Islands(island_size)
+    _auto = auto = Auto(strategy, islands)
+    if islands is not None:
+        around_fully_shard(islands, auto.saw_sharded)
     _around_building(DistributedDataParallel, auto.saw_ddp, auto.before_ddp)
     _around_building(Optimizer, auto.saw_optimizer)
     _around_building(torch.amp.GradScaler, auto.saw_scaler)
@@ -307,9 +335,9 @@ def _around_building(kind: type, saw: Callable[[Any], None], before: Callable[[A
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_forward(ddp: DistributedDataParallel, inputs: object) -> None:
+def _before_forward(model: nn.Module, inputs: object) -> None:
     if _auto is not None:
-        _auto.before_forward(ddp)
+        _auto.before_forward(model)
 
 
 def _with_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""One DistributedDataParallel of a script that knows nothing of laconic: its run, from the first forward to the end."""
+"""One model of a script that knows nothing of laconic, a DDP or a sharded one: its run, from the first forward to the end."""
 
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,28 +22,26 @@ from laconic.run.arguments import unwrapped
 from laconic.run.attach import attach
 from laconic.run.run import Run, engine_of
 from laconic.run.state import replicated
+from laconic.script.islands import Islands
+from laconic.script.messages import log
 from laconic.strategies.strategy import Strategy
 
 
 class AutoRun:
-    """A DDP that the script has built, and the run over it while there is one.
+    """A DDP, or a sharded module, that the script has built, and the run over it while there is one.
 
     The run holds the DDP, the module and the optimizers: whether the script still holds them, and when Python collects them
     otherwise, differs between ranks, and ending a run takes all of them.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, model: nn.Module, islands: Islands | None = None) -> None:
         self.run: Run | None = None
-        self._ddp = weakref.ref(ddp)
-        self._parameters = parameters_of(ddp)
+        self._model = weakref.ref(model)
+        self._islands = islands
+        self._parameters = parameters_of(model)
         self.followed = True  # no optimizer has been built since its last forward
         self._restored: int | None = None  # after how many steps the script has loaded the module's weights
         self.first_step = 0  # of this run: a checkpoint may have been loaded
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        """None once nobody holds it any more."""
-        return self._ddp()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -67,11 +64,14 @@ class AutoRun:
         number: int,
         loaded: dict[str, Any] | None,
     ) -> None:
-        """Begin, in a forward of the DDP, from what was loaded; all ranks together. It is this process's `number`-th run."""
-        ddp = self._ddp()
-        assert ddp is not None, "its forward is running"
-        registered = Dispatcher.knows(ddp)
-        self.run = attach(ddp, list(optimizers), strategy, scaler=scaler)
+        """Begin, in a forward of the model, from what was loaded; all ranks together. It is this process's `number`-th run."""
+        model, mesh = self._model(), self._islands.mesh if self._islands else None
+        assert model is not None, "its forward is running"
+        self._parameters = parameters_of(model)
+        ddp = model if isinstance(model, DistributedDataParallel) else None
+        registered = ddp is None or Dispatcher.knows(ddp)
+        replicate = self._islands.replicate if self._islands else "replicate"
+        self.run = attach(model, list(optimizers), strategy, scaler=scaler, mesh=mesh, replicate=replicate)
         self.followed, self._restored = True, None
         log(_attached(self.run))
         self._load_agreed(loaded)
@@ -80,7 +80,7 @@ class AutoRun:
             folder = os.environ["LACONIC_RECORD"]
             folder = folder if number == 1 else os.path.join(folder, f"run-{number}")
             Meter(self.run, folder, tensorboard="LACONIC_TENSORBOARD" in os.environ)
-        if not registered:
+        if ddp is not None and not registered:
             Dispatcher.of(ddp).before_forward(ddp, ())  # its hook came too late for this forward
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
@@ -133,6 +133,11 @@ class AutoRun:
         if len(set(rows)) > 1:
             raise RuntimeError(
                 f"ranks loaded the states of ranks {', '.join(rows)}: all must load their own, or all the same one"
+            )
+        if engine.place.sharding is not None:
+            raise RuntimeError(
+                f"all ranks loaded the state of rank {rows[0]}, and of a sharded model each rank has that of its own shard: "
+                "save optimizer.state_dict() on every rank, each to a file of its own"
             )
         _load(run, replicated(state, engine.group.rank))
         engine.adopt_first()
@@ -191,13 +196,14 @@ def _load(run: Run, state: Mapping[str, Any]) -> None:
 
 def _attached(run: Run) -> str:
     engine = engine_of(run)
-    world, model = engine.group.world, engine.model
+    world, model, ranks = engine.replicas.world, engine.model, engine.ranks
+    people = f"{ranks.islands} islands of {ranks.shards}" if ranks.sharded else f"{world} ranks"
     count = sum(parameter.numel() for parameter in model.parameters())
     share = _share(run.strategy, model, world)
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
     return (
         f"{run.strategy} is attached to {type(engine.module).__name__} ({count:,} parameters) and {optimizers}"
-        f"{' with a GradScaler' if engine.scaler else ''}, {world} ranks{share}"
+        f"{' with a GradScaler' if engine.scaler else ''}, {people}{share}"
     )
 
 
@@ -208,21 +214,3 @@ def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
         return ""
     ours = predict(strategy, model, world_size=world)
     return f": {ours.wire_bytes_per_step / plain.wire_bytes_per_step:.2g} of ddp()'s bytes once it is warm"
-
-
-_known_rank: int | None = None  # the process group may be gone when there is something to say
-
-
-def remember_rank() -> None:
-    """The process group knows it; RANK is set by torchrun, and not by every other launcher."""
-    global _known_rank
-    if dist.is_initialized():
-        _known_rank = dist.get_rank()
-
-
-def log(sentence: str) -> None:
-    """One line on stderr, from one rank."""
-    remember_rank()
-    rank = int(os.environ.get("RANK", "0")) if _known_rank is None else _known_rank
-    if rank == 0:
-        print(f"laconic: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

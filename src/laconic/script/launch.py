@@ -21,11 +21,11 @@ def launch(
     *,
     tensorboard: bool = False,
     rehearsal: Rehearsal | None = None,
-    island_size: int | None = None,
+    island_size: str | None = None,
 ) -> int:
     """Start a script by torchrun's own launcher, or in a rehearsal; the exit code of the first process that failed, or 0.
 
-    `island_size` is how many of its processes hold one model together, sharded; None: the script knows.
+    `island_size` is how many of its processes hold one model together, sharded, or "node"; None: the script knows.
     """
     from torch.distributed.run import parse_args
 
@@ -47,7 +47,12 @@ def launch(
             raise ValueError("--tensorboard needs TensorBoard: pip install tensorboard")
         environment["LACONIC_TENSORBOARD"] = "1"
     if island_size is not None:
-        environment["LACONIC_ISLAND_SIZE"] = str(island_size)
+        if island_size != "node" and not (island_size.isdecimal() and int(island_size) > 0):
+            raise ValueError(f"--island-size is a number of ranks, or 'node', got {island_size!r}")
+        processes = str(parsed.nproc_per_node)
+        if island_size != "node" and parsed.nnodes == "1" and processes.isdecimal() and int(processes) % int(island_size):
+            raise ValueError(f"--nproc-per-node must be a multiple of --island-size, got {processes} and {island_size}")
+        environment["LACONIC_ISLAND_SIZE"] = island_size
     command = [*script, *parsed.training_script_args]
     if rehearsal is not None:
         if not str(parsed.nproc_per_node).isdigit():
