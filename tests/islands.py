@@ -80,7 +80,7 @@ def island_mesh(islands: int) -> DeviceMesh:
 def shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Two nested levels in each block, and the rest."""
     for block in model.blocks:  # type: ignore[union-attr]  # of a Small
-        fully_shard(block.mlp, mesh=mesh, **options)  # type: ignore[union-attr]
+        fully_shard(block.mlp, mesh=mesh, **options)
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model

@@ -18,6 +18,7 @@ from laconic._torch.fsdp import (
     with_several_groups,
 )
 from laconic._torch.process_groups import default_group
+from laconic.comm.flat_tensors import local
 from laconic.ranks import islands
 from laconic.ranks.islands import Ranks
 from laconic.reducers.base import Reducer
@@ -160,13 +161,11 @@ def _refusal(model: nn.Module) -> str | None:
 
 def _replicated(parameter: Any, others: set[int], mates: set[int]) -> bool:
     """Whether a DTensor's mesh leaves the island only along dimensions in which it is replicated."""
-    from torch.distributed.tensor import Replicate
-
     ranks = parameter.device_mesh.mesh
     for dim, placement in enumerate(parameter.placements):
-        if not isinstance(placement, Replicate):
-            along = ranks.movedim(dim, 0).flatten(1)
-            if any(set(column) & mates and set(column) & others for column in along.T.tolist()):
+        if not placement.is_replicate():
+            along = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim])
+            if any(set(line) & mates and set(line) & others for line in along.tolist()):
                 return False
     return True
 
@@ -183,8 +182,9 @@ def own_facts(parameters: Mapping[str, Tensor]) -> list[str]:
     found = []
     for name, parameter in parameters.items():
         dtensor: Any = parameter
-        shape, at = tuple(dtensor.to_local().shape), dtensor.device_mesh.get_coordinate()
-        found.append(f"of {name} the shard at {tuple(at or ())} of its mesh, of shape {shape}")
+        places = zip(dtensor.device_mesh.get_coordinate() or (), dtensor.placements, strict=True)
+        at = tuple(place for place, placement in places if not placement.is_replicate())
+        found.append(f"of {name} the shard at {at} of its mesh, of shape {tuple(local(parameter).shape)}")
     return found
 
 

@@ -247,9 +247,8 @@ class Auto:
     def explain_idleness(self) -> None:
         """Why nothing was attached, if nothing was."""
         if self._built == 0:
-            sharded = any(
-                is_dtensor(p) for ref in self._optimizers if (one := ref()) for g in one.param_groups for p in g["params"]
-            )
+            alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+            sharded = any(is_dtensor(one) for each in alive for group in each.param_groups for one in group["params"])
             hint = ": its model is sharded, so give --island-size to laconic run, and replicas are islands of so many ranks"
             log(
                 f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it"

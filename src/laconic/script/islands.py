@@ -36,8 +36,8 @@ class Islands:
         if asked is not None and (asked.ndim != 1 or asked.size() != world):
             raise ValueError(
                 f"the script calls fully_shard with a mesh of {tuple(asked.shape)}, and --island-size {self._size} makes "
-                f"islands of a mesh of all {world} ranks, or of one of {(world // size, size)} (islands, shards) that has names; call "
-                "laconic.attach in the script, with the mesh of its islands"
+                f"islands of a mesh of all {world} ranks, or of one of {(world // size, size)}, islands and shards, that has "
+                "names; call laconic.attach in the script, with the mesh of its islands"
             )
         if self.mesh is None:
             kind = asked.device_type if asked is not None else _default_device()
@@ -45,11 +45,10 @@ class Islands:
             log(f"fully_shard is given {world // size} islands of {size} ranks, where the script shards over all {world}")
         return self.mesh[SHARD]
 
-    def _use(self, mesh: DeviceMesh, replicate: str, shard: str, what: str) -> DeviceMesh:
+    def _use(self, mesh: DeviceMesh, replicate: str, shard: str) -> DeviceMesh:
         if self.mesh is None:
-            log(
-                f"{what} taken for {mesh.shape[0]} islands of {mesh.shape[1]}: gradients are not averaged between them by torch"
-            )
+            islands, size = mesh.shape
+            log(f"the script's mesh is taken for {islands} islands of {size}: torch no longer averages gradients between them")
         self.mesh, self.replicate = mesh, replicate
         return mesh[shard]
 
