@@ -44,6 +44,7 @@ class Auto:
         self._live: list[AutoRun] = []  # attached, in the order in which they were: the same on all ranks
         self._built, self._attached = 0, 0  # models, runs, so far
         self._plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # it was said why
+        self._sharded = False  # an optimizer steps shards
         self._explained = False  # it was said why some model is not attached
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
@@ -88,6 +89,7 @@ class Auto:
 
     def saw_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
+        self._sharded |= any(is_dtensor(one) for group in optimizer.param_groups for one in group["params"])
         for one in self._live:
             one.followed = False
         optimizer.register_state_dict_post_hook(_with_state)
@@ -247,12 +249,10 @@ class Auto:
     def explain_idleness(self) -> None:
         """Why nothing was attached, if nothing was."""
         if self._built == 0:
-            alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-            sharded = any(is_dtensor(one) for each in alive for group in each.param_groups for one in group["params"])
             hint = ": its model is sharded, so give --island-size to laconic run, and replicas are islands of so many ranks"
             log(
                 f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it"
-                f"{hint if sharded else ''}"
+                f"{hint if self._sharded else ''}"
             )
         elif self._attached == 0 and not self._explained:
             log(

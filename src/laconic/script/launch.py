@@ -50,7 +50,12 @@ def launch(
         if island_size != "node" and not (island_size.isdecimal() and int(island_size) > 0):
             raise ValueError(f"--island-size is a number of ranks, or 'node', got {island_size!r}")
         processes = str(parsed.nproc_per_node)
-        if island_size != "node" and parsed.nnodes == "1" and processes.isdecimal() and int(processes) % int(island_size):
+        if (
+            island_size != "node"
+            and parsed.nnodes in ("1", "1:1")
+            and processes.isdecimal()
+            and int(processes) % int(island_size)
+        ):
             raise ValueError(f"--nproc-per-node must be a multiple of --island-size, got {processes} and {island_size}")
         environment["LACONIC_ISLAND_SIZE"] = island_size
     command = [*script, *parsed.training_script_args]
