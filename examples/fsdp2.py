@@ -22,9 +22,8 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 64, layers: int = 3) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(layers)
-        )
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, **options) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.tokens.weight
         for table in (self.tokens, self.positions):

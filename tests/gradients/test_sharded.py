@@ -49,8 +49,10 @@ def beside_ddp(rank: int, islands: int, text: str, bound: float) -> None:
     assert torch.equal(before["positions"], after["positions"])
 
 
-@pytest.mark.parametrize(("world", "islands"), GRIDS)
-@pytest.mark.parametrize("text", ["ddp()", "local_sgd(1)"])
+MANY = [pytest.param(*grid, text, marks=pytest.mark.soak) for grid in GRIDS[1:] for text in ("ddp()", "local_sgd(1)")]
+
+
+@pytest.mark.parametrize(("world", "islands", "text"), [(4, 2, "ddp()"), (4, 2, "local_sgd(1)"), *MANY])
 def test_islands_are_ddp_over_all_ranks(world: int, islands: int, text: str) -> None:
     ranks(world, beside_ddp, islands, text, 1e-6)
 
@@ -67,9 +69,9 @@ def beside_fsdp(rank: int, text: str, inner: Any) -> None:
     assert run.stats().wire_bytes == 0
 
 
-@pytest.mark.parametrize("text", ["ddp()", "local_sgd(2)", "streaming_diloco(4, fragments=2, delay=1, reducer=Exact())"])
+@pytest.mark.parametrize("text", ["ddp()", "local_sgd(2)"])
 def test_one_island_is_plain_fsdp2_to_the_bit(text: str) -> None:
-    ranks(2, beside_fsdp, text if "streaming" not in text else "local_sgd(3)", adam)
+    ranks(2, beside_fsdp, text, adam)
 
 
 # What FSDP2 can be told, and the bound on the distance from DDP after 8 steps.
@@ -106,8 +108,11 @@ def by_mode(rank: int, mode: str, native: bool) -> None:
     assert far(ours, other if native else other.module) < bound
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["hsdp", "ddp"])
-@pytest.mark.parametrize("mode", MODES)
+QUICK = [("resharded", True), ("bf16, reduced in bf16", True), ("reduced in fp16", False), ("bf16, reduced in fp32", False)]
+OTHERS = [(mode, native) for mode in MODES for native in (True, False) if (mode, native) not in QUICK]
+
+
+@pytest.mark.parametrize(("mode", "native"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in OTHERS)])
 def test_modes_of_fsdp2(mode: str, native: bool) -> None:
     ranks(4, by_mode, mode, native)
 
@@ -197,7 +202,7 @@ def checkpointed(rank: int, compiled: bool) -> None:
     assert max(float((a - b).abs().max()) for a, b in pairs) < 1e-6
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["recomputed", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["recomputed", "compiled"])
 def test_recomputed_and_compiled_blocks(compiled: bool) -> None:
     ranks(4, checkpointed, compiled)
 

@@ -153,6 +153,7 @@ def test_the_workers_of_an_island_share_a_link_in_the_cost_model() -> None:
     assert made.predicted_step_ms == pytest.approx(100 + FACTORS["AllReduce"] * 2 * 80 + 2 * 2 * 20)
 
 
+@pytest.mark.soak
 @needs_link
 def test_a_comparison_of_islands_and_its_record(tmp_path: Path) -> None:
     tiny = ["compare", "digits", "-s", "diloco(period=4)", "--workers", "4", "--island-size", "2", "--steps", "20"]
@@ -194,6 +195,7 @@ def test_the_scripts_processes_are_told_the_island_size(island_size: str | None,
     }
 
 
+@pytest.mark.soak
 @needs_link
 def test_a_rehearsal_of_islands(tmp_path: Path) -> None:
     script = tmp_path / "one.py"

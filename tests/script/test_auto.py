@@ -79,8 +79,8 @@ def loading_alone(rank: int, text: str, which: int) -> str:
 @pytest.mark.parametrize(("text", "which"), [("int8()", 0), pytest.param("diloco(4)", 1, marks=pytest.mark.soak)])
 def test_a_load_in_mid_run_on_some_ranks_is_an_error_on_all_that_names_them(text: str, which: int) -> None:
     for sentence in last_ranks(3, loading_alone, text, which):
-        others = ", ".join(str(rank) for rank in range(3) if rank != which)
-        assert f"after step 3 rank {which} loaded an optimizer's state, rank {others} did not" in sentence
+        others = ", ".join(f"rank {rank}" for rank in range(3) if rank != which)
+        assert f"after step 3 rank {which} loaded an optimizer's state, {others} did not" in sentence
         assert "load it on all ranks, or on none" in sentence
 
 

@@ -1,13 +1,13 @@
 """A strategy at work: what happens between the lines of the user's loop."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from laconic._torch.fsdp import reshard
 from laconic._torch.optimizers import loss_scale
@@ -17,10 +17,9 @@ from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError, TorchGroup
 from laconic.comm.inspection import Inspector
 from laconic.comm.scopes import BACKGROUND
-from laconic.gradients.dispatcher import Dispatcher
 from laconic.gradients.hook import GradientHook
+from laconic.gradients.in_backward import InBackward
 from laconic.gradients.ready_order import ReadyOrder
-from laconic.gradients.sharded import ShardedDispatcher
 from laconic.local.parameter_averaging import ParameterAverager
 from laconic.local.updates import LocalUpdates
 from laconic.ranks.agreement import agree, gather_texts
@@ -73,23 +72,17 @@ class Engine:
         self.unequal = False  # it has ended, or is to end, with replicas that differ, and that is the user's wish
         self._failure: str | None = None
         self._last_task: Callable[[bool], object] | None = None
-        self._taken_off: Callable[[], None] | None = None  # a hook on the forward of a sharded model
-        self.hook: GradientHook | None = None
-        self.order: ReadyOrder | None = None
-        self._dispatcher = _dispatcher(given)
-        if self._dispatcher is not None:
-            self.hook = GradientHook(given.strategy.reducer, self.replicas, names, self.memory, self.counter.training)
+        self._forward: RemovableHandle | None = None  # a hook on the forward of a sharded model
+        self._in_backward: InBackward | None = None
+        if given.ddp is not None or (given.sharding is not None and given.sharding.refusal is None):
+            hook = GradientHook(given.strategy.reducer, self.replicas, names, self.memory, self.counter.training)
             if given.scaler is not None and given.scaler.is_enabled():
-                self.hook.scale = loss_scale(given.scaler)
-            self.hook.strategy, self.hook.inspector = str(given.strategy), self.inspector
-            self.hook.island = self.groups.island
-            self.order = ReadyOrder(given.ddp) if given.ddp is not None else None
-            self._dispatcher.target = self.hook
-        if isinstance(self._dispatcher, Dispatcher):
-            self._dispatcher.on_forward = weakref.WeakMethod(self._before_forward)
-        elif given.sharding is not None and given.uneven == "stop":
-            forward = given.module.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
-            self._taken_off = forward.remove
+                hook.scale = loss_scale(given.scaler)
+            hook.strategy, hook.inspector, hook.island = str(given.strategy), self.inspector, self.groups.island
+            self._in_backward = InBackward(given.ddp, given.module, hook)
+            self._in_backward.on_forward(self._before_forward)
+        if given.sharding is not None and given.uneven == "stop":
+            self._forward = given.module.register_forward_pre_hook(lambda *_: self._before_forward(), prepend=True)
         self.watch_order()
         self.clock = Clock(given.optimizers, given.scaler, self._after_step)
         self.second_moment = SecondMoment(given.optimizers)
@@ -109,12 +102,10 @@ class Engine:
         group = self._partners(step)
         if self.strategy.second_moment == "local" or step >= self.strategy.warmup:
             self.second_moment.prepare(self.strategy.second_moment, step, synchronous=self._all_average(group))
-        if self.hook is not None and self._dispatcher is not None:
-            self.hook.step, self.hook.unscaled = step, self._scales_differ and self._replicas_apart(step)
-            if (group or self.replicas) != self.hook.group:
-                self.hook.use(self.hook.reducer, group or self.replicas)
-            self._dispatcher.muted = group is None
-            self._dispatcher.apart = group is not self.replicas or self._replicas_apart(step)
+        if self._in_backward is not None:
+            apart = self._replicas_apart(step)
+            unscaled = self._scales_differ and apart
+            self._in_backward.prepare(step, group, self.replicas, apart=apart, unscaled=unscaled)
 
     def _partners(self, step: int) -> TorchGroup | None:
         """Who averages gradients with this rank in the step after `step` completed ones."""
@@ -141,8 +132,8 @@ class Engine:
     def _after_step(self) -> None:
         step = self.presence.step = self.clock.step
         self.counter.step()
-        if self.order is not None and self.hook is not None and self.hook.exchanges:
-            self.order.settle()
+        if self._in_backward is not None:
+            self._in_backward.stepped()
         if self._all_average(self._partners(step - 1)):
             self.second_moment.synchronised(step)
         if self._steps_apart(step - 1):
@@ -232,18 +223,6 @@ class Engine:
 
     # The end
 
-    def make_equal(self) -> None:
-        """At the end: replicas become their mean, unless users have loaded parameters of their own on some ranks alone."""
-        with self.during("making replicas equal"):
-            restored = self.presence.restored()
-            if any(restored):
-                self.local.discard_outstanding()
-            if not any(restored) or all(restored):
-                self.local.equalise(self.counter.training)
-            else:
-                self.unequal = True
-        self.wrote()
-
     def end(self, failed: bool) -> None:
         """The run is over: the last task is done, observers are told, everything is taken off. Asks nobody."""
         if not self.live:
@@ -264,15 +243,14 @@ class Engine:
     def _stop(self) -> None:
         self.clock.stop()
         self.second_moment.release()
-        if self.order is not None:
-            self.order.stop()
+        if self._in_backward is not None:
+            self._in_backward.stop()
         attached.difference_update(self.optimizers)
-        if self._taken_off is not None:
-            self._taken_off()
-        if self._dispatcher is not None:
-            self._dispatcher.release()
-            self._dispatcher = self.ddp = None
-            self.place = self.place._replace(ddp=None)
+        if self._forward is not None:
+            self._forward.remove()
+        if self._in_backward is not None:
+            self._in_backward.release()
+            self.ddp, self.place = None, self.place._replace(ddp=None)
         if self.local.deltas is not None:
             self.local.deltas.abandon()
         self.groups.close()
@@ -360,14 +338,6 @@ class Engine:
         """
         self.presence.mark_restored()
 
-    def warn_if_still_warming_up(self) -> None:
-        """At the end: the strategy that was asked for has done nothing."""
-        if 0 < self.step <= self.strategy.warmup:
-            warnings.warn(
-                f"{self.strategy} never began: its warm-up of {self.strategy.warmup} steps lasted for all {self.step}",
-                stacklevel=3,
-            )
-
     # Parts
 
     def buffers(self) -> dict[str, Tensor]:
@@ -399,12 +369,15 @@ class Engine:
 
     def watch_order(self) -> None:
         """If gradients will be averaged, see in which order DDP makes them ready."""
-        if self.order is not None and self.strategy.route.communicates:
-            self.order.watch()
+        if self._in_backward is not None and self.strategy.route.communicates:
+            self._in_backward.watch_order()
 
+    @property
+    def hook(self) -> GradientHook | None:
+        """What averages gradients; None, where that can't be done inside backward."""
+        return None if self._in_backward is None else self._in_backward.hook
 
-def _dispatcher(given: Arguments) -> Dispatcher | ShardedDispatcher | None:
-    """What backward is to hold of the run; None, where gradients can't be averaged there."""
-    if given.ddp is not None:
-        return Dispatcher.of(given.ddp)
-    return ShardedDispatcher(given.module) if given.sharding is not None and given.sharding.refusal is None else None
+    @property
+    def order(self) -> ReadyOrder | None:
+        """The order of DDP's buckets; None, where there is no DDP."""
+        return None if self._in_backward is None else self._in_backward.order

@@ -16,6 +16,7 @@ from laconic.ranks.agreement import agree
 from laconic.ranks.presence import still_training
 from laconic.run import resume
 from laconic.run.arguments import check_route, check_sharded
+from laconic.run.ending import make_equal, warn_if_still_warming_up
 from laconic.run.engine import Engine, Stop
 from laconic.run.stats import Stats
 from laconic.run.switch import switch_to
@@ -166,8 +167,8 @@ class Run:
             if stop and error is None and meets:
                 complete(still_training(False, engine.device), engine.group, engine.counter.control)
             if engine.presence.leave(drifted=engine.drifted, may_differ=stop):
-                engine.make_equal()
-            engine.warn_if_still_warming_up()
+                make_equal(engine)
+            warn_if_still_warming_up(engine)
             # The store lives in one rank's process: nobody goes before all have read it.
             complete(still_training(False, engine.device), engine.group, engine.counter.control)
             failed = False

@@ -20,6 +20,7 @@ from laconic.meter import Meter
 from laconic.ranks.agreement import gather_texts
 from laconic.run.arguments import unwrapped
 from laconic.run.attach import attach
+from laconic.run.ending import warn_if_still_warming_up
 from laconic.run.run import Run, engine_of
 from laconic.run.state import replicated
 from laconic.script.islands import Islands
@@ -162,7 +163,7 @@ class AutoRun:
             return
         engine = engine_of(run)
         if engine.lockstep:
-            engine.warn_if_still_warming_up()
+            warn_if_still_warming_up(engine)
             run.detach()
         else:
             if self._restored == run.step:
