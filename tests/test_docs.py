@@ -49,6 +49,26 @@ def test_the_script_in_docs_attach(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_the_script_in_docs_sharded(tmp_path: Path) -> None:
+    (script,) = scripts("docs/sharded.md")
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", str(tmp_path / "train.py")]
+    done = finished(command)
+    assert done.returncode == 0, done.stderr
+    whole = 4 * (64 * 64 + 64)  # numbers; 2 islands of 2, every 8 steps
+    assert f"2 {whole * 4 / 2 / 8}" in done.stdout
+
+
+def test_the_example_of_sharded_models(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    example = [str(ROOT / "examples/fsdp2.py"), "--save", str(tmp_path), "--steps"]
+    done = finished([*torchrun, "--nproc-per-node=4", *example, "16"])
+    assert done.returncode == 0, done.stderr
+    assert "step 16: loss" in done.stdout
+    assert (tmp_path / "step-00000016").is_dir()
+
+
+@pytest.mark.soak
 def test_the_script_in_docs_torch(tmp_path: Path) -> None:
     (script,) = scripts("docs/torch.md")
     (tmp_path / "resume.py").write_text(script)

@@ -16,6 +16,7 @@ from laconic._torch.ddp import has_rebuilt_buckets
 from laconic._torch.optimizers import state_dict_hooks
 from laconic._torch.private_names import (
     DDP,
+    FSDP_CONTEXT,
     FSDP_GROUP,
     FSDP_MESH,
     FSDP_SHARD,
@@ -59,6 +60,7 @@ def live() -> Iterator[dict[str, object]]:
         ZERO: zero,
         ZERO_INFO: zero._overlap_info,
         FSDP_STATE: state,
+        FSDP_CONTEXT: state._state_ctx,
         FSDP_GROUP: groups[0],
         FSDP_MESH: groups[0].mesh_info,
         FSDP_SHARD: groups[0].fsdp_params[0],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import laconic
 from laconic.run.run import engine_of
@@ -205,6 +206,34 @@ def checkpointed(rank: int, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["recomputed", "compiled"])
 def test_recomputed_and_compiled_blocks(compiled: bool) -> None:
     ranks(4, checkpointed, compiled)
+
+
+class Reentrant(Small):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        x = self.embed(batch) + self.positions
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+def reentrant(rank: int) -> None:
+    """A backward of its own for each block, inside the backward."""
+    mesh = island_mesh(2)
+    torch.manual_seed(0)
+    model = shard(Reentrant(), mesh["shard"])
+    optimizer = sgd(model)
+    other, others = whole(sgd)
+    with laconic.attach(model, optimizer, "ddp(reducer=ErrorFeedback(Exact()))", mesh=mesh) as run:
+        for step in range(4):
+            step_once(model, optimizer, rank, step)
+            step_once(other, others, rank, step)
+        assert run.stats().exchanges == 4
+    assert far(model, other.module) < 1e-6
+
+
+def test_reentrant_checkpoints() -> None:
+    ranks(4, reentrant)
 
 
 def clipped(rank: int) -> None:

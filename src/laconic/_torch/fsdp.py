@@ -40,9 +40,9 @@ def reshard(model: nn.Module) -> None:
 class ShardGroup:
     """What one `fully_shard` reduces together: trained parameters, whose gradients it reduce-scatters as one flat tensor."""
 
-    def __init__(self, name: str, module: Any, group: Any) -> None:
+    def __init__(self, name: str, module: Any, state: Any) -> None:
         self.name = name or "the root"  # of the module, from the model
-        self._module, self._group = module, group
+        self._module, self._state, self._group = module, state, part(state, "_fsdp_param_groups")[0]
 
     @property
     def _shards(self) -> list[Any]:
@@ -71,6 +71,11 @@ class ShardGroup:
         chosen = policy.reduce_dtype or policy.param_dtype or self.parameters[0].dtype
         assert isinstance(chosen, torch.dtype)
         return chosen
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether FSDP has yet to end the backward that is running. One of a reentrant checkpoint, inside of it, ends before."""
+        return bool(part(part(self._state, "_state_ctx"), "post_backward_final_callback_queued"))
 
     @property
     def averages(self) -> bool:
@@ -104,23 +109,24 @@ class ShardGroup:
 
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
     """Those of a model that train something, in the order of its modules."""
-    return [ShardGroup(name, module, groups[0]) for name, module, groups in _states(model) if groups and _trains(groups[0])]
+    found = [(name, module, state) for name, module, state in _states(model) if part(state, "_fsdp_param_groups")]
+    return [ShardGroup(name, module, state) for name, module, state in found if _trains(part(state, "_fsdp_param_groups")[0])]
 
 
 def with_several_groups(model: nn.Module) -> str | None:
     """A module in which `fully_shard` made several groups, by a mesh for each parameter: torch lets nobody hook in there."""
-    return next((name or "the root" for name, _, groups in _states(model) if len(groups) > 1), None)
+    return next((name or "the root" for name, _, state in _states(model) if len(part(state, "_fsdp_param_groups")) > 1), None)
 
 
-def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Any]]]:
-    """Each `fully_shard`, with the first module that it was given, and its groups."""
+def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Each `fully_shard`, by the first module that it was given, and its state."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         if is_fully_sharded(module):
             state = part(module, "_get_fsdp_state")()
             if id(state) not in seen:
                 seen.add(id(state))
-                yield name, module, part(state, "_fsdp_param_groups")
+                yield name, module, state
 
 
 def _trains(group: Any) -> bool:

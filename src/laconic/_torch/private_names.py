@@ -39,6 +39,7 @@ ZERO_INFO = f"{ZERO}._overlap_info"
 ZERO_STATUS = "torch.distributed.optim.zero_redundancy_optimizer._OverlapStatus"
 TENSOR = "torch.Tensor"
 FSDP_STATE = "the state of a module that fully_shard has sharded"
+FSDP_CONTEXT = f"the context of {FSDP_STATE}"
 FSDP_GROUP = f"a group of {FSDP_STATE}"
 FSDP_SHARD = f"a parameter of {FSDP_GROUP}"
 FSDP_MESH = f"the mesh_info of {FSDP_GROUP}"
@@ -100,6 +101,8 @@ PARTS = [
     # FSDP2
     Part("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "which parameters a module communicates together"),
     Part(FSDP_STATE, "_fsdp_param_groups", "which parameters a module communicates together"),
+    Part(FSDP_STATE, "_state_ctx", "whether FSDP has ended a backward"),
+    Part(FSDP_CONTEXT, "post_backward_final_callback_queued", "whether FSDP has ended a backward"),
     Part(FSDP_GROUP, "fsdp_params", "which parameters a module communicates together"),
     Part(FSDP_GROUP, "mesh_info", "over which ranks gradients are reduced"),
     Part(FSDP_MESH, "mesh", "over which ranks gradients are reduced"),

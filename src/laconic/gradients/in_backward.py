@@ -42,6 +42,8 @@ class InBackward:
 
     def stepped(self) -> None:
         """A step is complete."""
+        if isinstance(self._dispatcher, ShardedDispatcher):
+            self._dispatcher.check_finished()
         if self.order is not None and self.hook.exchanges:
             self.order.settle()
 

@@ -67,6 +67,8 @@ class ShardedDispatcher:
     order of the model's modules, last to first, which is as a rule the order of backward; one that comes early waits for those
     before it. The means are written when the backward ends: until then nobody may read gradients. In the first backward all
     buckets leave at its end, because only then is it known how often each group is reduced.
+
+    A reentrant checkpoint runs a backward of its own inside the backward, so the end of one is not the end of all.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,13 +76,14 @@ class ShardedDispatcher:
         self.muted = False  # a local phase: gradients stay those of the island
         self.apart = False  # only DDP has collectives of its own to silence
         self._groups = shard_groups(model)[::-1]
-        self._backward = -1  # which one is running, or was the last
+        self._backwards: set[int] = set()  # the one that is running, and those inside of it; none: there is nothing to do
         self._arrived: dict[int, _ShardBucket] = {}
         self._launched = 0
         self._expected: dict[int, int] = {}  # calls of each group in the last backward
         self._partial: dict[int, Tensor] = {}  # of backwards whose gradients are only added up, by group
         for number, group in enumerate(self._groups):
             group.set_hook(partial(self._reduced, number))
+        self._handle = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def release(self) -> None:
         """Plain FSDP2 again."""
@@ -88,14 +91,36 @@ class ShardedDispatcher:
             self.target.settle()
         for group in self._groups:
             group.set_hook(None)
+        self._handle.remove()
         self.target = None
+
+    def check_finished(self) -> None:
+        """A step was made: the gradients of its backward must have been averaged."""
+        if self._backwards:
+            self._forget()
+            raise RuntimeError(
+                "the optimizer made a step before gradients were averaged between islands: the backward ended inside of a "
+                "reentrant checkpoint; use torch.utils.checkpoint with use_reentrant=False"
+            )
+
+    def _before_forward(self, model: nn.Module, inputs: object) -> None:
+        if self._backwards and backward_id() < 0:
+            self._forget()  # the backward before has failed
+
+    def _forget(self) -> None:
+        if self.target is not None:
+            self.target.settle()
+        self._backwards, self._arrived, self._launched = set(), {}, 0
 
     def _reduced(self, number: int, output: Tensor) -> None:
         """FSDP has reduce-scattered the gradients of a group; they are this island's mean."""
         if self.muted or self.target is None:
             return
-        if backward_id() != self._backward:
-            self._begin()
+        if backward_id() not in self._backwards:
+            self._backwards.add(backward_id())
+            # FSDP queues its own end of a backward, in which it reduces what is left. This one comes after all that are queued
+            # until it is called the first time.
+            at_end_of_backward(lambda: at_end_of_backward(self._finish))
         group = self._groups[number]
         self._check(group, output)
         if not group.averages:
@@ -114,16 +139,6 @@ class ShardedDispatcher:
             if not bucket.in_place:  # else FSDP adds it to the gradient, which is this bucket
                 bucket.flat.add_(_compact(group, output))
         self._launch(lambda bucket: bucket.calls >= self._expected.get(bucket.number, bucket.calls + 1))
-
-    def _begin(self) -> None:
-        """Another backward. One that failed has left buckets behind."""
-        assert self.target is not None
-        if self._arrived:
-            self.target.settle()
-        self._backward, self._arrived, self._launched = backward_id(), {}, 0
-        # FSDP queues its own end of a backward, in which it reduces what is left. This one comes after all that are queued
-        # until it is called the first time.
-        at_end_of_backward(lambda: at_end_of_backward(self._finish))
 
     def _check(self, group: ShardGroup, output: Tensor) -> None:
         numbers = sum(padded for _, padded in group.pieces())
@@ -164,10 +179,11 @@ class ShardedDispatcher:
 
     def _finish(self) -> None:
         """The backward has ended: launch what has not been, and write the means."""
+        if not self._backwards or any(group.in_backward for group in self._groups):
+            return  # it is the end of a backward inside the backward
         missing = [group.name for number, group in enumerate(self._groups) if number not in self._arrived]
-        if not self._arrived:
-            return  # gradients were only added up
-        if missing:
+        if self._arrived and missing:
+            self._forget()
             raise RuntimeError(
                 f"{', '.join(missing)} got no gradients in this backward, and other modules did. Call "
                 "model.set_reduce_scatter_unused_params(True), by which parameters without a gradient get zeros, or freeze "
@@ -177,8 +193,9 @@ class ShardedDispatcher:
         with torch.no_grad():
             for bucket in self._arrived.values():
                 bucket.write()
-        self._expected = {number: bucket.calls for number, bucket in self._arrived.items()}
-        self._arrived, self._launched = {}, 0
+        if self._arrived:  # else gradients were only added up
+            self._expected = {number: bucket.calls for number, bucket in self._arrived.items()}
+        self._backwards, self._arrived, self._launched = set(), {}, 0
 
 
 def in_island(error: BaseException) -> bool:
