@@ -74,7 +74,7 @@ class ShardGroup:
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP has yet to end the backward that is running. One of a reentrant checkpoint, inside of it, ends before."""
+        """Whether FSDP has yet to end the backward that is running. One inside of it, of a reentrant checkpoint, ends first."""
         return bool(part(part(self._state, "_state_ctx"), "post_backward_final_callback_queued"))
 
     @property

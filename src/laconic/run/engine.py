@@ -44,8 +44,9 @@ class Engine:
     """The parts of a run, and how they work together at each step.
 
     `Run` is what a user sees of it. The packages above this one (checkpoint, meter, script) get it by `engine_of(run)`. For
-    them are what the user gave (`strategy`, `module`, `ddp`, `optimizers`, `scaler`), `group`, `device`, `counter`, `during`,
-    and what is under "For the packages above"; the rest is for the modules of this package.
+    them are what the user gave (`strategy`, `module`, `ddp`, `optimizers`, `scaler`, `place`), `ranks`, `group` (all ranks),
+    `replicas` (those that average with this one), `device`, `counter`, `during`, `wrote`, and what is under "For the packages
+    above"; the rest is for the modules of this package.
 
     The optimizers keep it alive, also where the caller drops the run; `end` takes everything off again.
     """
