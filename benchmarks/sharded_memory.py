@@ -32,7 +32,7 @@ KINDS = ("DDP", "islands")
 Result = TypeVar("Result")
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Adds up the storages of tensors that are alive, after each operator that this thread calls.
 
     A storage is known from the first operator that takes or returns a tensor of it until it is freed; one that `fully_shard`
@@ -41,7 +41,7 @@ class LiveStorages(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[Any]] = {}
         self.peak = 0
         self.largest: int | None = None  # of those that are new since it was set to 0; None: nobody asks

@@ -327,6 +327,8 @@ def detached(rank: int) -> None:
         step_once(model, optimizer, rank, 0)
     step_once(model, optimizer, rank, 1)
     assert not same_on_islands(shards(model), mesh)
+    with torch.no_grad():
+        loss(model, tokens(rank, 0))  # the root is gathered now
     with laconic.attach(model, optimizer, "ddp()", mesh=mesh):
         assert same_on_islands(shards(model), mesh), "attached again, islands begin with the first one's numbers"
         step_once(model, optimizer, rank, 2)

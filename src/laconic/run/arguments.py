@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic._torch.ddp import has_learnt_graph
-from laconic._torch.fsdp import is_dtensor
+from laconic._torch.fsdp import is_dtensor, reshard
 from laconic.comm.scopes import HEARTBEATS, OUTSTANDING, Scope
 from laconic.gradients.dispatcher import Dispatcher
 from laconic.local.fragments import fragments
@@ -158,6 +158,8 @@ def check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     refuse_fsdp1(model)
+    if is_sharded(model):
+        reshard(model)  # a forward without a backward leaves the root gathered
     ddp = model if isinstance(model, DistributedDataParallel) else None
     module: nn.Module = ddp.module if ddp else model
     if ddp is None and any(isinstance(part, DistributedDataParallel) for part in model.modules()):

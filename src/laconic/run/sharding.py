@@ -109,11 +109,6 @@ def _check_kinds(model: nn.Module) -> None:
             f"{shards[0]} is a DTensor and {others[0]} is not: of a sharded model all parameters must be. Call fully_shard on "
             "the whole model last, or distribute_tensor on those that a tensor-parallel plan leaves out"
         )
-    if not shards:
-        raise ValueError(
-            "this model was gathered when attach was called: its parameters are no DTensors now. Attach after fully_shard and "
-            "before a forward, or call model.reshard() first"
-        )
 
 
 def _check_over(model: nn.Module, replicate: str, ranks: Ranks) -> bool:
