@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic._torch.ddp import bucket_assignment
-from laconic._torch.fsdp import is_dtensor, shard_groups
+from laconic._torch.fsdp import is_dtensor, reshard, shard_groups
 from laconic.comm import dryrun
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, Traffic
@@ -179,7 +179,8 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name."""
+    """The parameters that are trained, by name; of a sharded model the shards, also after a forward that has gathered some."""
+    reshard(module)
     return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
@@ -203,7 +204,8 @@ def _reduced(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor
 def _sharded_buckets(module: nn.Module, whole: Mapping[str, Tensor]) -> list[list[str]]:
     """The groups of `fully_shard`, in the order in which they leave; none of a model that is not sharded."""
     names = {id(parameter): name for name, parameter in module.named_parameters() if name in whole}
-    return [[names[id(one)] for one in group.parameters] for group in shard_groups(module)[::-1]]
+    groups = [[names[id(one)] for one in group.parameters] for group in shard_groups(module)[::-1]]
+    return [group for group in groups if group]
 
 
 def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:

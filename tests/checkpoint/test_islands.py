@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import laconic
 from laconic.comm.flat_tensors import local
 from laconic.run.run import engine_of
-from tests.islands import adam, full, loss, same_on_islands, sharded, shards, step_once, tokens
+from tests.islands import adam, full, loss, same_on_islands, sharded, shards, step_once, tokens, whole
 from tests.live import ranks
 from tests.models import difference
 from tests.run.test_resume import chosen
@@ -198,6 +198,27 @@ def test_another_mesh_by_every_kind_of_strategy(
     text: str, before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
     reshaped(text, before, after, tmp_path)
+
+
+def whole_again(rank: int, folder: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The same on replicas that are not sharded: a DDP."""
+    model, optimizer = whole(adam)
+    run = laconic.attach(model, optimizer, STRATEGIES[0])
+    laconic.checkpoint.load(folder, run=run)
+    mine = {name: slot["error"].double() for name, slot in run.state_dict()["memory"].items()}
+    for tensor in mine.values():
+        dist.all_reduce(tensor)
+        tensor /= dist.get_world_size()
+    step_once(model, optimizer, rank, 7)
+    run.detach()
+    return mine, sorted(mine)
+
+
+def test_a_sharded_run_goes_on_in_a_ddp(tmp_path: Path) -> None:
+    old, _, _ = ranks(4, begun, 2, STRATEGIES[0], str(tmp_path))[0]
+    for now, names in ranks(3, whole_again, str(tmp_path)):
+        assert names == sorted(old)
+        assert all(float((now[name] - old[name]).norm()) <= 1e-6 * float(old[name].norm()) for name in old)
 
 
 # Inside a user's own DCP

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import laconic
+from laconic._torch.fsdp import shard_groups
 from laconic.run.run import engine_of
 from tests.islands import (
     Small,
@@ -111,6 +112,11 @@ def by_mode(rank: int, mode: str, native: bool) -> None:
 
 QUICK = [("resharded", True), ("bf16, reduced in bf16", True), ("reduced in fp16", False), ("bf16, reduced in fp32", False)]
 OTHERS = [(mode, native) for mode in MODES for native in (True, False) if (mode, native) not in QUICK]
+
+
+def test_what_fsdp_divides_by_after_the_hook() -> None:
+    """Of three shards, reduced in fp64, it divides after the sum as well as before."""
+    ranks(6, by_mode, "reduced in fp64", False)
 
 
 @pytest.mark.parametrize(("mode", "native"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in OTHERS)])
@@ -318,6 +324,150 @@ def nan_on_one_rank(rank: int) -> None:
 
 def test_what_is_not_finite_moves_no_memory_on_any_shard() -> None:
     ranks(4, nan_on_one_rank)
+
+
+def nan_in_one_shard(rank: int) -> None:
+    """A gradient that is not finite on one shard alone: the other shard's memory must not move either."""
+    model, optimizer, mesh = sharded(2, sgd)
+    with laconic.attach(model, optimizer, "ddp(reducer=ErrorFeedback(TopK(0.2)))", mesh=mesh) as run:
+        for step in range(2):
+            step_once(model, optimizer, rank, step)
+        memory = {name: {k: v.clone() for k, v in slot.items()} for name, slot in engine_of(run).memory.items()}
+        group = shard_groups(model)[0]
+        ours: Any = group.hook
+
+        def spoilt(output: torch.Tensor) -> None:
+            output[0] += float("nan") if rank == 3 else 0.0
+            ours(output)
+
+        group.set_hook(spoilt)
+        loss(model, tokens(rank, 2)).backward()  # type: ignore[no-untyped-call]
+        group.set_hook(ours)
+        for name, slot in engine_of(run).memory.items():
+            assert all(torch.equal(value, memory[name][key]) for key, value in slot.items()), f"{name} has moved"
+        optimizer.zero_grad()
+        step_once(model, optimizer, rank, 3)
+
+
+def test_what_is_not_finite_on_one_shard_moves_no_memory() -> None:
+    ranks(4, nan_in_one_shard)
+
+
+def scaled(rank: int) -> None:
+    """A GradScaler skips a step on all islands where one rank overflows, and residuals are in units of the plain loss."""
+    model, optimizer, mesh = sharded(2, sgd)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    text = "ddp(reducer=ErrorFeedback(TopK(0.2)))"
+    with laconic.attach(model, optimizer, text, mesh=mesh, scaler=scaler, check_every=1) as run:
+        for step in range(6):
+            kept = shards(model)
+            scaler.scale(loss(model, tokens(rank, step)) * (float("inf") if (rank, step) == (3, 3) else 1.0)).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert same_bits(kept, shards(model)) == (step == 3)
+            assert same_on_islands(shards(model), mesh)
+        assert run.stats().steps == 6
+
+
+def test_a_grad_scaler_skips_on_all_islands() -> None:
+    ranks(4, scaled)
+
+
+class Pair(nn.Module):
+    """Two models that are sharded apart, in a container that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def two_roots(rank: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = island_mesh(2)
+    torch.manual_seed(0)
+    model = Pair()
+    torch.manual_seed(0)
+    other = DistributedDataParallel(Pair())
+    for part in (model.first, model.second):
+        fully_shard(part, mesh=mesh["shard"])
+    optimizer, others = sgd(model), sgd(other)
+    with laconic.attach(model, optimizer, "ddp()", mesh=mesh):
+        for step in range(4):
+            for each, stepper in ((model, optimizer), (other, others)):
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                each(x).square().mean().backward()
+                stepper.step()
+                stepper.zero_grad()
+    assert far(model, other.module) < 1e-6
+
+
+def test_two_models_that_are_sharded_apart() -> None:
+    ranks(4, two_roots)
+
+
+def frozen_and_unfrozen(rank: int) -> None:
+    """What is trained may change: gradients are averaged of what is trained in a backward."""
+    mesh = island_mesh(2)
+    model, other = small(), small()
+    for one in (model, other):
+        one.blocks[0].mlp.requires_grad_(False)
+    shard(model, mesh["shard"])
+    plain = shard(other, mesh)  # torch's own HSDP
+    optimizer, others = sgd(model), sgd(plain)
+    with laconic.attach(model, optimizer, "ddp()", mesh=mesh):
+        for step in range(6):
+            for one in (model, other):
+                one.blocks[0].mlp.requires_grad_(step >= 2)
+                one.blocks[1].mlp.requires_grad_(step < 4)
+            step_once(model, optimizer, rank, step)
+            step_once(plain, others, rank, step)
+            assert same_on_islands(shards(model), mesh), f"step {step}"
+    assert far(model, plain) < 1e-6
+
+
+def test_modules_that_are_frozen_and_unfrozen() -> None:
+    ranks(4, frozen_and_unfrozen)
+
+
+def given_back(rank: int) -> None:
+    """Gradients that were only added up are the island's own again, where the next step averages none."""
+    model, optimizer, mesh = sharded(2, sgd)
+    plain, _, _ = sharded(2, sgd)
+    with laconic.attach(model, optimizer, "ddp()", mesh=mesh) as run:
+        model.set_requires_all_reduce(False)
+        loss(model, tokens(rank, 0)).backward()  # type: ignore[no-untyped-call]
+        run.swap("local_sgd(4)")
+        model.set_requires_all_reduce(True)
+        loss(model, tokens(rank, 1)).backward()  # type: ignore[no-untyped-call]
+        for step in range(2):
+            loss(plain, tokens(rank, step)).backward()  # type: ignore[no-untyped-call]
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            if mine.requires_grad:
+                assert torch.allclose(mine.grad.to_local(), theirs.grad.to_local(), rtol=1e-5, atol=1e-7)
+        run.detach()
+
+
+def test_added_up_gradients_are_not_lost_in_a_swap() -> None:
+    ranks(4, given_back)
+
+
+def replaced(rank: int) -> None:
+    model, optimizer, mesh = sharded(2, sgd)
+    run = laconic.attach(model, optimizer, "ddp()", mesh=mesh)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="a parameter was replaced after attach"):
+        loss(model, tokens(rank, 0)).backward()  # type: ignore[no-untyped-call]
+    run.detach()
+
+
+def test_parameters_that_are_replaced_are_told() -> None:
+    ranks(4, replaced)
 
 
 def detached(rank: int) -> None:

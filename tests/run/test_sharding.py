@@ -131,6 +131,14 @@ def fine() -> Case:
     return model, optimizer, {"mesh": mesh}
 
 
+def without_numbers() -> Case:
+    mesh = island_mesh(2)
+    with torch.device("meta"):
+        model = small()
+    shard(model, mesh["shard"])
+    return model, sgd(model), {"mesh": mesh}
+
+
 CASES: list[tuple[Callable[[], Case], str, str]] = [
     (over_the_world, "diloco(4)", "is sharded over ranks 0, 1, 2, 3, and mesh['replicate'] puts these into several islands"),
     (without_a_mesh, "ddp()", "Small is sharded, and attach was given no mesh"),
@@ -149,6 +157,7 @@ CASES: list[tuple[Callable[[], Case], str, str]] = [
     ),
     (in_ddp, "diloco(4)", "there is a sharded model inside this DistributedDataParallel"),
     (hooked, "ddp()", "blocks.0 has an all-reduce hook already"),
+    (without_numbers, "diloco(4)", "positions is on the meta device, without numbers"),
     (several, "ddp()", "fully_shard made several groups of parameters in blocks.0"),
     (early, "ddp()", "norm.weight has a post-accumulate-grad hook"),
     (differently, "diloco(4)", "is sharded over|different things|puts these into several islands"),
@@ -162,11 +171,12 @@ CASES: list[tuple[Callable[[], Case], str, str]] = [
 def refused(rank: int) -> None:
     for make, text, sentence in CASES:
         model, optimizer, options = make()
-        before = [local(parameter).clone() for parameter in model.parameters()]
+        before = [local(parameter).clone() for parameter in model.parameters() if not parameter.is_meta]
         pattern = sentence if "|" in sentence else re.escape(sentence)
         with pytest.raises(ValueError, match=pattern):
             laconic.attach(model, optimizer, text, **options)
-        assert same_bits(before, [local(parameter) for parameter in model.parameters()]), "nothing has changed"
+        after = [local(parameter) for parameter in model.parameters() if not parameter.is_meta]
+        assert same_bits(before, after), "nothing has changed"
 
 
 def test_what_can_not_be_used_is_refused_before_anything_changes() -> None:
@@ -190,17 +200,36 @@ def test_a_rank_that_differs_is_named_with_its_island_and_shard() -> None:
         assert "rank 3 (island 1, shard 1) has strategy diloco(period=5), rank 0 (island 0, shard 0) has" in text
 
 
-def other_shards(rank: int) -> str:
-    """The mesh of islands pairs ranks that hold different shards."""
-    model, optimizer, _ = sharded(2, sgd)
-    crossed = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match="shard at") as caught:
-        laconic.attach(model, optimizer, "diloco(4)", mesh=crossed)
-    return str(caught.value)
+def permuted(rank: int) -> None:
+    """torch's process groups are sorted, so FSDP cuts a permuted mesh by another order than the mesh says."""
+    for order in ([[0, 1], [3, 2]], [[2, 3], [0, 1]]):
+        mesh = DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=("replicate", "shard"))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(model, mesh=mesh["shard"])
+        with pytest.raises(ValueError, match="has ranks in falling order"):
+            laconic.attach(model, sgd(model), "ddp()", mesh=mesh)
 
 
-def test_islands_that_hold_other_shards_are_refused() -> None:
-    assert all("of embed.weight the shard at" in text for text in ranks(4, other_shards))
+def test_a_mesh_in_another_order_is_refused() -> None:
+    ranks(4, permuted)
+
+
+def another_mesh_on_one_rank(rank: int) -> str:
+    """Where the islands are not in the order of ranks, a group of all has to be built: not before ranks have agreed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    model = shard(small(), mesh["shard"])
+    optimizer = sgd(model)
+    with pytest.raises(ValueError, match="is sharded, and attach was given no mesh"):
+        laconic.attach(model, optimizer, "ddp()", mesh=None if rank == 1 else mesh)
+    with pytest.raises(ValueError, match="rank 1 has islands of the ranks"):
+        laconic.attach(model, optimizer, "ddp()", mesh=mesh, replicate="shard" if rank == 1 else "replicate")
+    with laconic.attach(model, optimizer, "ddp()", mesh=mesh):
+        step_once(model, optimizer, rank, 0)
+    return "attached"
+
+
+def test_a_rank_with_another_mesh_is_told_and_nobody_waits() -> None:
+    assert set(ranks(4, another_mesh_on_one_rank)) == {"attached"}
 
 
 # A run on islands
@@ -311,6 +340,39 @@ def test_a_shard_that_is_not_finite_skips_the_sync_of_all() -> None:
     for sentences in ranks(4, nan_on_one_rank):
         assert len(sentences) == 1
         assert "the parameters of rank 2 (island 1, shard 0), rank 3 (island 1, shard 1) are not finite" in sentences[0]
+
+
+def overflows_on_one_shard(rank: int) -> tuple[int, float]:
+    """A mean that is not finite on one shard, of deltas that are, takes all shards of all islands back to the anchor."""
+    with attached(2, "diloco(2, reducer=Cast('fp16'))", sgd) as (model, optimizer, run), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            step_once(model, optimizer, rank, step)
+            if step == 2 and rank % 2:
+                local(model.norm.weight).data[0] += 1e6
+        return run.stats().skipped, float(local(model.norm.weight).abs().max())
+
+
+def test_an_overflow_on_one_shard_skips_the_sync_of_all() -> None:
+    found = ranks(4, overflows_on_one_shard)
+    assert [skipped for skipped, _ in found] == [1] * 4
+    assert all(largest < 10 for _, largest in found)
+
+
+def out_of_line_on_one_shard(rank: int) -> int:
+    """A replica is judged as a whole: shards that are in line go with the one that is not."""
+    with attached(2, "diloco(1, outlier=4.0)", sgd) as (model, optimizer, run), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(12):
+            if step == 10 and rank % 2:
+                local(model.norm.weight).data += 100.0
+            step_once(model, optimizer, rank, step % 2)
+        assert same_on_islands(shards(model), mesh_of(run))
+        return run.stats().skipped
+
+
+def test_a_shard_that_is_out_of_line_skips_the_sync_of_all() -> None:
+    assert ranks(4, out_of_line_on_one_shard) == [1] * 4
 
 
 def until_killed(rank: int, text: str, folder: str) -> None:

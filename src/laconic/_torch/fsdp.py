@@ -108,9 +108,8 @@ class ShardGroup:
 
 
 def shard_groups(model: nn.Module) -> list[ShardGroup]:
-    """Those of a model that train something, in the order of its modules."""
-    found = [(name, module, state) for name, module, state in _states(model) if part(state, "_fsdp_param_groups")]
-    return [ShardGroup(name, module, state) for name, module, state in found if _trains(part(state, "_fsdp_param_groups")[0])]
+    """Those of a model, in the order of its modules; one that is frozen trains no parameters."""
+    return [ShardGroup(name, module, state) for name, module, state in _states(model) if part(state, "_fsdp_param_groups")]
 
 
 def with_several_groups(model: nn.Module) -> str | None:
@@ -127,10 +126,6 @@ def _states(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             if id(state) not in seen:
                 seen.add(id(state))
                 yield name, module, state
-
-
-def _trains(group: Any) -> bool:
-    return any(part(shard, "sharded_param").requires_grad for shard in part(group, "fsdp_params"))
 
 
 def after_accumulation(parameter: Tensor) -> bool:

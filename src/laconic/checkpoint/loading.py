@@ -115,7 +115,7 @@ def _tree(folder: Path, facts: manifest.Manifest, engine: Engine) -> dict[str, A
     trees = [of(island * old_shards + ranks.shard % old_shards) for island in range(old_world // old_shards)]
     if old_shards != ranks.shards:
         for tree in trees:
-            tree["run"], lost = without_uncut(tree["run"])
+            tree["run"], lost = without_uncut(tree["run"], dict(engine.module.named_parameters()))
     tree = trees[ranks.island] if len(trees) == ranks.islands else merge(trees)
     tree["run"] = {**own_parts(tree["run"]), "rank": rank}
     if lost:

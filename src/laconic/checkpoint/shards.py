@@ -92,13 +92,20 @@ def own_parts(node: Any) -> Any:
     return node
 
 
-def without_uncut(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A run's state for another number of shards, and what it lost: memory that is of one shard as a whole, as warm starts."""
+def without_uncut(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """A run's state for another number of shards, and what it lost: memory that is of one shard as a whole, as warm starts.
+
+    What has a number for each of a parameter's was read as this rank's part of the whole, and has the parameter's shape.
+    """
     lost: set[str] = set()
 
     def cut(memory: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        lost.update(key for slot in memory.values() for key, value in slot.items() if not is_dtensor(value))
-        return {name: {key: value for key, value in slot.items() if is_dtensor(value)} for name, slot in memory.items()}
+        kept: dict[str, dict[str, Tensor]] = {}
+        for name, slot in memory.items():
+            shape = parameters[name].shape if name in parameters else None
+            kept[name] = {key: value for key, value in slot.items() if value.shape == shape}
+            lost.update(slot.keys() - kept[name].keys())
+        return kept
 
     memory, deltas = cut(state["memory"]), state["local"]["deltas"]
     if deltas is not None:

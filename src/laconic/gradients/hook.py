@@ -186,6 +186,10 @@ class GradientHook:
         key = tuple(map(id, parameters))
         if number >= len(self._layouts) or self._layouts[number].key != key:
             # DDP rebuilds its buckets once, after the first backward.
+            if any(id(parameter) not in self._names for parameter in parameters):
+                raise RuntimeError(
+                    "a parameter was replaced after attach, as load_state_dict(assign=True) and to_empty do; attach again"
+                )
             names = [self._names[id(parameter)] for parameter in parameters]
             self._layouts[number:] = [_Layout(key, names, [self._memory[name] for name in names])]
             for later in [known for known in self._expected if isinstance(known, int) and known >= number]:

@@ -33,6 +33,8 @@ class InBackward:
         if (partners or replicas) != self.hook.group:
             self.hook.use(self.hook.reducer, partners or replicas)
         self._dispatcher.muted = partners is None
+        if partners is None and isinstance(self._dispatcher, ShardedDispatcher):
+            self._dispatcher.give_back()
         self._dispatcher.apart = partners is not replicas or apart
 
     def watch_order(self) -> None:

@@ -1,6 +1,6 @@
 """Sharded gradients: what FSDP2 holds of a gradient hook, and how its flat tensors become buckets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from laconic._torch.fsdp import ShardGroup, failed_in_collective, shard_groups
+from laconic._torch.fsdp import ShardGroup, after_accumulation, failed_in_collective, shard_groups
 from laconic._torch.tensors import at_end_of_backward, backward_id
 from laconic.comm.flat_tensors import local, unflatten
 from laconic.comm.group import is_lost
@@ -29,7 +29,6 @@ class _ShardBucket:
     flat: Tensor
     views: list[Tensor]
     in_place: bool
-    calls: int = 1  # a module that is used several times is reduced as often
     mean: Future[Tensor] | None = field(default=None)
 
     def index(self) -> int:
@@ -65,8 +64,7 @@ class ShardedDispatcher:
 
     FSDP calls a hook for each group after its reduce-scatter, in whatever order backward comes to them. Buckets leave in the
     order of the model's modules, last to first, which is as a rule the order of backward; one that comes early waits for those
-    before it. The means are written when the backward ends: until then nobody may read gradients. In the first backward all
-    buckets leave at its end, because only then is it known how often each group is reduced.
+    before it. The means are written when the backward ends: until then nobody may read gradients.
 
     A reentrant checkpoint runs a backward of its own inside the backward, so the end of one is not the end of all.
     """
@@ -76,10 +74,10 @@ class ShardedDispatcher:
         self.muted = False  # a local phase: gradients stay those of the island
         self.apart = False  # only DDP has collectives of its own to silence
         self._groups = shard_groups(model)[::-1]
+        self._turns: list[int] = []  # the groups that train something in this backward, in the order in which they leave
         self._backwards: set[int] = set()  # the one that is running, and those inside of it; none: there is nothing to do
         self._arrived: dict[int, _ShardBucket] = {}
-        self._launched = 0
-        self._expected: dict[int, int] = {}  # calls of each group in the last backward
+        self._launched = 0  # of these turns
         self._partial: dict[int, Tensor] = {}  # of backwards whose gradients are only added up, by group
         for number, group in enumerate(self._groups):
             group.set_hook(partial(self._reduced, number))
@@ -89,6 +87,7 @@ class ShardedDispatcher:
         """Plain FSDP2 again."""
         if self.target is not None:
             self.target.settle()
+        self.give_back()
         for group in self._groups:
             group.set_hook(None)
         self._handle.remove()
@@ -99,9 +98,19 @@ class ShardedDispatcher:
         if self._backwards:
             self._forget()
             raise RuntimeError(
-                "the optimizer made a step before gradients were averaged between islands: the backward ended inside of a "
-                "reentrant checkpoint; use torch.utils.checkpoint with use_reentrant=False"
+                "the optimizer made a step before gradients were averaged between islands: the last backward failed, or it "
+                "ended inside of a reentrant checkpoint, where use_reentrant=False helps"
             )
+
+    def give_back(self) -> None:
+        """Gradients that were only added up so far become the parameters' own: nobody will average them."""
+        for number, flat in self._partial.items():
+            group = self._groups[number]
+            views = _views(flat, [size for size, _ in group.pieces()])
+            for parameter, view in zip(group.parameters, views, strict=True):
+                assert parameter.grad is not None, "FSDP has made one of the zeros that it was left"
+                local(parameter.grad).add_(view.to(parameter.grad.device))
+        self._partial = {}
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
         if self._backwards and backward_id() < 0:
@@ -116,6 +125,8 @@ class ShardedDispatcher:
         """FSDP has reduce-scattered the gradients of a group; they are this island's mean."""
         if self.muted or self.target is None:
             return
+        if not self._backwards:
+            self._turns = [place for place, one in enumerate(self._groups) if one.parameters]
         if backward_id() not in self._backwards:
             self._backwards.add(backward_id())
             # FSDP queues its own end of a backward, in which it reduces what is left. This one comes after all that are queued
@@ -126,19 +137,13 @@ class ShardedDispatcher:
         if not group.averages:
             self._add_up(number, output)
             return
-        bucket = self._arrived.get(number)
-        if bucket is None:
-            self._arrived[number] = self._bucket(number, output)
-        elif number < self._launched:
+        if number in self._arrived:
             raise RuntimeError(
-                f"{group.name} is reduced {bucket.calls + 1} times in this backward, and was {self._expected[number]} times in "
-                "the one before: a module must be used as often in every step where its gradients are averaged"
+                f"{group.name} is reduced twice in one backward, and its gradients can be averaged once; call "
+                "set_requires_gradient_sync(False) for all but the last part of a loss that is computed in parts"
             )
-        else:
-            bucket.calls += 1
-            if not bucket.in_place:  # else FSDP adds it to the gradient, which is this bucket
-                bucket.flat.add_(_compact(group, output))
-        self._launch(lambda bucket: bucket.calls >= self._expected.get(bucket.number, bucket.calls + 1))
+        self._arrived[number] = self._bucket(number, output)
+        self._launch()
 
     def _check(self, group: ShardGroup, output: Tensor) -> None:
         numbers = sum(padded for _, padded in group.pieces())
@@ -157,6 +162,10 @@ class ShardedDispatcher:
     def _bucket(self, number: int, output: Tensor) -> _ShardBucket:
         group = self._groups[number]
         parameters, pieces = group.parameters, group.pieces()
+        if any(map(after_accumulation, parameters)):
+            raise RuntimeError(
+                f"a parameter of {group.name} has got a post-accumulate-grad hook, which would see the island's mean"
+            )
         in_place = number not in self._partial and all(
             parameter.grad is None
             and (parameter.dtype, parameter.device) == (output.dtype, output.device)
@@ -168,20 +177,20 @@ class ShardedDispatcher:
         if number in self._partial:
             flat.add_(self._partial.pop(number))
         views = _views(flat, [size for size, _ in pieces])
-        return _ShardBucket(number, number == len(self._groups) - 1, parameters, flat, views, in_place)
+        return _ShardBucket(number, number == self._turns[-1], parameters, flat, views, in_place)
 
-    def _launch(self, ready: Callable[[_ShardBucket], bool]) -> None:
-        """Hand on the buckets whose turn it is, as long as they are ready."""
+    def _launch(self) -> None:
+        """Hand on the buckets whose turn it is."""
         assert self.target is not None
-        while (bucket := self._arrived.get(self._launched)) is not None and ready(bucket):
+        while self._launched < len(self._turns) and (bucket := self._arrived.get(self._turns[self._launched])) is not None:
             self._launched += 1
             bucket.mean = self.target.arrive(bucket)
 
     def _finish(self) -> None:
-        """The backward has ended: launch what has not been, and write the means."""
+        """The backward has ended: write the means."""
         if not self._backwards or any(group.in_backward for group in self._groups):
             return  # it is the end of a backward inside the backward
-        missing = [group.name for number, group in enumerate(self._groups) if number not in self._arrived]
+        missing = [self._groups[number].name for number in self._turns if number not in self._arrived]
         if self._arrived and missing:
             self._forget()
             raise RuntimeError(
@@ -189,12 +198,9 @@ class ShardedDispatcher:
                 "model.set_reduce_scatter_unused_params(True), by which parameters without a gradient get zeros, or freeze "
                 "those that are never used with requires_grad_(False)"
             )
-        self._launch(lambda _: True)
         with torch.no_grad():
             for bucket in self._arrived.values():
                 bucket.write()
-        if self._arrived:  # else gradients were only added up
-            self._expected = {number: bucket.calls for number, bucket in self._arrived.items()}
         self._backwards, self._arrived, self._launched = set(), {}, 0
 
 

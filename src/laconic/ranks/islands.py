@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from laconic._torch.process_groups import control_device, default_group, exists, named_group
+from laconic.comm.group import TorchGroup
+from laconic.ranks.agreement import agree
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Ranks:
     @property
     def island(self) -> int:
         """This rank's, by number."""
-        return self.replicas.rank()
+        return self.members.index(dist.get_rank()) // self.shards if self.sharded else self.replicas.rank()
 
     @property
     def shard(self) -> int:
@@ -57,12 +59,18 @@ def whole(process_group: dist.ProcessGroup) -> Ranks:
 
 
 def of_mesh(mesh: DeviceMesh, replicate: str) -> Ranks:
-    """The islands of a mesh: one for each place along its dimension `replicate`. All ranks of the mesh together."""
+    """The islands of a mesh: one for each place along its dimension `replicate`. All ranks of the mesh together.
+
+    If these are all ranks of the job, they first compare what they were given: a group that not all build would never be there.
+    """
     names = mesh.mesh_dim_names
     assert names is not None, "it was checked to have names"
     rows = mesh.mesh.movedim(names.index(replicate), 0).flatten(1)
     members: list[int] = rows.flatten().tolist()
     shards = rows.shape[1]
+    if mesh.size() == default_group().size():
+        group = default_group()
+        agree([f"islands of the ranks {rows.tolist()}"], None, TorchGroup(group), control_device(group))
     places = {rank: f"island {place // shards}, shard {place % shards}" for place, rank in enumerate(members)}
     return Ranks(_everyone(members), mesh.get_group(replicate), members, shards, places)
 

@@ -90,6 +90,9 @@ def check_sharding(model: nn.Module, mesh: object, replicate: object, ranks: Ran
             f"the islands are the mesh's dimension {replicate!r}, and the mesh has {', '.join(mesh.mesh_dim_names)}; "
             f"say which of them: attach(..., replicate={mesh.mesh_dim_names[0]!r})"
         )
+    _check_order(mesh)
+    for parameter in model.parameters():
+        _check_order(parameter.device_mesh)  # type: ignore[attr-defined]  # of a DTensor
     native = _check_over(model, str(replicate), ranks)
     if native:
         why = f"torch averages gradients between islands itself, as fully_shard was given a mesh with {replicate!r} in it"
@@ -102,12 +105,24 @@ def _check_kinds(model: nn.Module) -> None:
     if buffers:
         raise ValueError(f"the buffer {buffers[0]} is a DTensor, and only parameters may be; keep buffers whole on each rank")
     held = dict(model.named_parameters())
+    empty = [name for name, one in held.items() if one.is_meta]
+    if empty:
+        raise ValueError(f"{empty[0]} is on the meta device, without numbers: call to_empty and initialise the model first")
     shards = [name for name, one in held.items() if is_dtensor(one)]
     others = [name for name, one in held.items() if not is_dtensor(one)]
     if shards and others:
         raise ValueError(
             f"{shards[0]} is a DTensor and {others[0]} is not: of a sharded model all parameters must be. Call fully_shard on "
             "the whole model last, or distribute_tensor on those that a tensor-parallel plan leaves out"
+        )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose process groups have another order: FSDP cuts by the rank in a group, a DTensor by the mesh."""
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ValueError(
+            f"the mesh {mesh.mesh.tolist()} has ranks in falling order, and torch's process groups are in rising order; "
+            "build it by init_device_mesh, or with ranks that rise along each dimension"
         )
 
 
