@@ -103,13 +103,13 @@ class ShardedDispatcher:
             )
 
     def give_back(self) -> None:
-        """Gradients that were only added up so far become the parameters' own: nobody will average them."""
+        """Gradients that were only added up so far become the parameters' own, unless cleared: nobody will average them."""
         for number, flat in self._partial.items():
             group = self._groups[number]
             views = _views(flat, [size for size, _ in group.pieces()])
             for parameter, view in zip(group.parameters, views, strict=True):
-                assert parameter.grad is not None, "FSDP has made one of the zeros that it was left"
-                local(parameter.grad).add_(view.to(parameter.grad.device))
+                if parameter.grad is not None:
+                    local(parameter.grad).add_(view.to(parameter.grad.device))
         self._partial = {}
 
     def _before_forward(self, model: nn.Module, inputs: object) -> None:
