@@ -139,12 +139,12 @@ class Trainee:
         return max(largest)
 
 
-def storages(rank: int, kind: str, strategy: str | None, size: Size) -> dict[str, int]:
+def storages(rank: int, kind: str, strategy: str | None, size: Size, steps: int = STEPS) -> dict[str, int]:
     """Bytes of this rank: of live storages, at most; of the largest in a sync; of its parameters, and of the largest one."""
     with LiveStorages() as live:
         trainee = Trainee(kind, strategy, size)
         live.peak = 0
-        largest = trainee.train(STEPS, live)
+        largest = trainee.train(steps, live)
     held = [local(parameter).nbytes for parameter in trainee.model.parameters()]
     return {"peak": live.peak, "in a sync": largest, "held": sum(held), "largest held": max(held)}
 

@@ -25,7 +25,7 @@ from laconic.lab.tasks import BytesGPT
 from laconic.run.run import Run
 
 ISLANDS, SHARDS, SIZE, LINK = 2, 2, "1m", "100mbit"
-ROUNDS, FEW, BESIDE, LONG = 6, 6, 8, 32  # steps of a block: of those that average in every step, of silent(), of all others
+ROUNDS, FEW, BESIDE, LONG = 8, 6, 12, 32  # steps of a block: of those that average in every step, of silent(), of all others
 NATIVE, SILENT = "torch HSDP", "laconic silent()"
 EACH_STEP = [NATIVE, "laconic ddp()", "laconic int8()"]
 SELDOM = [  # blocks hold whole periods of all of these

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import check, harness
+from benchmarks import check, harness, sharded_memory, sharded_rates
 from benchmarks.harness import Ratio, Timing, ratio, report
+from tests.live import ranks
 
 
 def test_a_ratio_is_of_what_ran_at_the_same_time() -> None:
@@ -61,3 +64,36 @@ def test_a_benchmark_without_committed_ratios_is_named(tmp_path: Path, monkeypat
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match="growth has no committed ratios"):
         check.main(["growth"])
+
+
+def test_live_storages_are_counted_until_they_are_freed_or_emptied() -> None:
+    with sharded_memory.LiveStorages() as live:
+        kept, emptied = torch.ones(1000), torch.ones(500)
+        before = live.total()
+        live.largest = 0
+        view = (kept + 1).view(10, 100)[2:]
+        assert (live.total() - before, live.largest) == (4000, 4000)
+        del view
+        emptied.untyped_storage().resize_(0)
+        assert live.total() == before - 2000
+    assert live.peak == before + 4000
+
+
+def test_averaging_on_islands_takes_memory_of_the_size_of_shards() -> None:
+    size, steps = sharded_memory.Size(32, 1, 32768), sharded_memory.PERIOD
+    plain, ours = (
+        ranks(4, sharded_memory.storages, "islands", strategy, size, steps)[0] for strategy in (None, sharded_memory.STRATEGY)
+    )
+    whole = 2 * ours["largest held"]  # the embedding
+    assert 0 < ours["peak"] - plain["peak"] < 2.5 * ours["held"]  # an anchor, and for the second sync an outer momentum
+    assert plain["in a sync"] == 0
+    assert 0 < ours["in a sync"] <= ours["held"] < whole
+
+
+def test_a_share_on_islands_is_of_the_steps_beside_it() -> None:
+    both: dict[str, list[Any]] = {"seconds": [0.4, 0.8, 0.4], "beside": [0.2, 0.4, 0.2], "sent": [2000, 2000, 2000]}
+    found = {sharded_rates.NATIVE: {**both, "counted": [None] * 3}, "laconic ddp()": {**both, "counted": [1900] * 3}}
+    rows, watched = sharded_rates.tables(found)
+    assert [row["share of the silent rate"] for row in rows] == ["0.500", "0.500"]
+    assert [(row["kB"], row["kB counted"]) for row in rows] == [("2.0", ""), ("2.0", "1.9")]
+    assert [(one.name, one.value) for one in watched] == [("laconic ddp(), time over the silent run's", 2.0)]
