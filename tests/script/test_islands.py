@@ -100,6 +100,7 @@ def changed(script: str) -> str:
     return script
 
 
+@pytest.mark.soak
 def test_three_lines_in_a_script_of_torchtitans_shape(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(changed(SCRIPT.read_text()))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
