@@ -83,7 +83,6 @@ class Meter:
         )
         for sync in self._inspector.syncs:
             self._write({"kind": "sync", **{key: getattr(sync, key) for key in sync.__dataclass_fields__}})
-        self._inspector.syncs.clear()
         if self._inspector.layers:
             self._write({"kind": "layers", "step": step, "layers": self._layers()})
             self._unseen -= self._inspector.layers.keys()

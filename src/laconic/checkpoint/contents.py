@@ -27,6 +27,20 @@ def gather(engine: Engine, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
+def gather_own(engine: Engine) -> dict[str, Any]:
+    """This rank's state, without what all ranks have alike where somebody else saves it once: parameters, optimizers."""
+    tree = gather(engine, None)
+    if not engine.lockstep or (engine.ddp is not None and engine.ddp.parameters_to_ignore):
+        return tree
+    parameters = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
+    return {**tree, "model": {k: v for k, v in tree["model"].items() if k not in parameters}, "optimizers": None}
+
+
+def whole(tree: Mapping[str, Any]) -> bool:
+    """Whether a tree has all of the model and the optimizers; else somebody else has restored what all ranks have alike."""
+    return tree["optimizers"] is not None
+
+
 def live_engine(run: object, what: str) -> Engine:
     """The engine of a run; what is no run, or one that is not at work, is refused."""
     if not isinstance(run, Run):

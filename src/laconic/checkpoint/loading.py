@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from laconic.checkpoint import manifest
-from laconic.checkpoint.contents import check_own, live_engine, set_random
+from laconic.checkpoint.contents import check_own, live_engine, set_random, whole
 from laconic.checkpoint.packing import keys, skeleton, unpack
 from laconic.checkpoint.redeal import merge
 from laconic.checkpoint.shards import Shards, own_parts, without_uncut
@@ -76,11 +76,11 @@ def load(
         assert facts is not None
         try:
             tree = _tree(folder, facts, engine)
-            _check(tree, engine, strict)
+            check(tree, engine, strict)
         except (Exception, dcp.CheckpointException) as error:  # whatever it is, no rank may wait for this one
             problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
         agree([], problem, group, device)
-        _apply(tree, engine, strict)
+        apply(tree, engine, strict)
     return Loaded(folder, facts.step, tree["extra"])
 
 
@@ -141,21 +141,38 @@ def _read(folder: Path, metadata: Metadata, names: Mapping[str, tuple[str, ...]]
     return tensors
 
 
-def _check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
+def check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
     """Refuse what doesn't fit, before anything is changed."""
     if strict and resume.respelt(engine, tree["run"])["strategy"] != str(engine.strategy):
         raise ValueError(
             f"the checkpoint is of {tree['run']['strategy']}, attached is {engine.strategy}; attach the same, or load with "
             "strict=False to swap here"
         )
+    _check_model(tree, engine)
+    if whole(tree):
+        _check_optimizers(tree, engine)
+    if (tree["scaler"] is None) != (engine.scaler is None):
+        raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
+    if engine.scaler is not None and engine.scaler.is_enabled() and not tree["scaler"]:
+        raise ValueError(
+            "the checkpoint's GradScaler was disabled and has no scale to go on with, and the run's is enabled; "
+            "attach with GradScaler(enabled=False), as it was saved"
+        )
+    resume.check_state(engine, tree["run"], strict=strict)
+
+
+def _check_model(tree: Mapping[str, Any], engine: Engine) -> None:
     mine, saved = engine.module.state_dict(), tree["model"]
-    for name in [*mine, *saved]:
+    for name in [*(mine if whole(tree) else ()), *saved]:
         if name not in saved or name not in mine:
             raise ValueError(f"{name!r} is in the {'model' if name in mine else 'checkpoint'} alone; is it another model's?")
         if isinstance(mine[name], Tensor) and mine[name].shape != saved[name].shape:
             raise ValueError(
                 f"{name} has the shape {tuple(saved[name].shape)} in the checkpoint, {tuple(mine[name].shape)} here"
             )
+
+
+def _check_optimizers(tree: Mapping[str, Any], engine: Engine) -> None:
     if len(tree["optimizers"]) != len(engine.optimizers):
         raise ValueError(f"the checkpoint has {len(tree['optimizers'])} optimizers, the run {len(engine.optimizers)}")
     for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
@@ -170,21 +187,15 @@ def _check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
                     f"the checkpoint's optimizer has {', '.join(sorted(odd))} and no {', '.join(sorted(lacking))}; "
                     f"it was of another kind than {type(optimizer).__name__}"
                 )
-    if (tree["scaler"] is None) != (engine.scaler is None):
-        raise ValueError(f"the checkpoint has {'no ' if tree['scaler'] is None else 'a '}GradScaler, and the run the reverse")
-    if engine.scaler is not None and engine.scaler.is_enabled() and not tree["scaler"]:
-        raise ValueError(
-            "the checkpoint's GradScaler was disabled and has no scale to go on with, and the run's is enabled; "
-            "attach with GradScaler(enabled=False), as it was saved"
-        )
-    resume.check_state(engine, tree["run"], strict=strict)
 
 
-def _apply(tree: dict[str, Any], engine: Engine, strict: bool) -> None:
-    engine.module.load_state_dict(tree["model"])
+def apply(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
+    """Make the run what the tree says; all ranks together, after `check` has passed on all of them."""
+    engine.module.load_state_dict(tree["model"], strict=whole(tree))
     engine.wrote()
-    for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
+    if whole(tree):
+        for optimizer, state in zip(engine.optimizers, tree["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
     if engine.scaler is not None:
         engine.scaler.load_state_dict(tree["scaler"])
     resume.load_state(engine, tree["run"], strict=strict)

@@ -152,6 +152,7 @@ class Engine:
         self.counter.note()
         for observer in self.observers:
             observer.stepped()
+        self.inspector.syncs.clear()
 
     def _before_forward(self) -> None:
         if self.ddp is None:

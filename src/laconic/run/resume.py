@@ -91,6 +91,16 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
     )
 
 
+def begin_at(engine: Engine, step: int) -> None:
+    """Go on after `step` steps from the first rank's model, of which nothing else is known; all ranks together."""
+    engine.require_live("begin_at")
+    engine.adopt_first()
+    for slot in engine.memory.values():
+        slot.clear()
+    engine.clock.set(step, [0] * len(engine.clock.ahead))
+    switch_to(engine, engine.strategy, equal=True)
+
+
 def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     found = checked(state, str(engine.strategy), engine.group.rank, engine.parameters, engine.memory)
     devices = {name: parameter.device for name, parameter in engine.module.named_parameters()}

@@ -1,0 +1,176 @@
+"""Accelerate: after `accelerator.prepare(...)`, `with attach(accelerator, model, optimizer, "diloco(32)") as run:`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in
+from laconic.run.arguments import unwrapped
+from laconic.run.attach import attach as attach_run
+from laconic.run.run import Run
+from laconic.strategies.local_recipes import local_sgd
+from laconic.strategies.strategy import Strategy
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError("laconic.integrations.accelerate needs Accelerate: pip install 'laconic[accelerate]'") from error
+
+FOLDER = "laconic"  # in the directory of `accelerator.save_state`
+
+
+def attach(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: Any | Sequence[Any],
+    strategy: Strategy | str,
+    *,
+    consensus: Consensus = "mean",
+    check_every: int = 0,
+) -> Run | IdleRun:
+    """Attach to what `accelerator.prepare` returned; as `laconic.attach` otherwise.
+
+    Steps are counted as Accelerate makes them: under `accelerator.accumulate`, one for all micro-batches of a step, and one
+    where its GradScaler skips.
+
+    `accelerator.save_state(folder)` saves the model of all ranks (`consensus`: the "mean" of the replicas, the outer
+    optimizer's "anchor", or the first rank's own, "local") and each rank's own part in `folder/laconic`; `load_state(folder)`
+    goes on from there to the same bits. Elsewhere, write `with run.consensus():` around an evaluation, `accelerator.save_model`
+    and `get_state_dict`.
+
+    In a single process without a process group nothing is attached, and what is returned does nothing.
+    """
+    chosen = check(strategy, consensus)
+    if accelerator.distributed_type == DistributedType.NO and alone(chosen):
+        return IdleRun(chosen)
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    run = attach_run(
+        _ddp(accelerator, model, chosen),
+        [unwrapped(one) for one in given],
+        chosen,
+        scaler=accelerator.scaler,
+        check_every=check_every,
+    )
+    training = Training(run, consensus)
+    _Checkpoints(accelerator, model, training)
+    return run
+
+
+def _ddp(accelerator: Accelerator, model: torch.nn.Module, strategy: Strategy) -> DistributedDataParallel:
+    """The DDP that `prepare` has made, or an error that says why there is none."""
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"{strategy} can't be attached under Accelerate with {kind.value}, which communicates in its own way; choose "
+            "multi-GPU or multi-CPU in `accelerate config`. Models that fully_shard shards: see laconic.attach(mesh=)"
+        )
+    ddp = ddp_in(model)
+    if ddp is None:
+        raise ValueError(
+            f"{strategy} needs the model that accelerator.prepare returns, and this {type(model).__name__} has no "
+            "DistributedDataParallel around it: write model, optimizer = accelerator.prepare(model, optimizer) first"
+        )
+    return ddp
+
+
+class _Checkpoints:
+    """What `save_state` and `load_state` do besides, as long as the run lasts."""
+
+    def __init__(self, accelerator: Accelerator, model: torch.nn.Module, training: Training) -> None:
+        self._accelerator, self._model, self._training = accelerator, model, training
+        self._folder: Path | None = None  # that `load_state` reads from
+        training.until_the_end(accelerator.register_save_state_pre_hook(self._saving).remove)
+        training.until_the_end(accelerator.register_load_state_pre_hook(self._loading).remove)
+        training.replace(accelerator, "load_state", lambda load: self._load_state(load))
+
+    def _saving(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        """On all ranks, before Accelerate writes: `weights` are what it will write, and may be changed."""
+        folder = Path(output_dir) / FOLDER
+        mark = self._training.save(folder)
+        with self._training.evaluating():
+            for place, one in enumerate(models):
+                if one is self._model and self._accelerator.is_main_process and place < len(weights):
+                    weights[place] = {key: value.detach().clone() for key, value in weights[place].items()}
+        self._training.keep_only(folder, mark)
+
+    def _loading(self, models: list[torch.nn.Module], input_dir: str) -> None:
+        """On all ranks, before Accelerate reads: it knows now from where."""
+        self._folder = Path(input_dir) / FOLDER
+
+    def _load_state(self, load: Any) -> Any:
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            assert self._folder is not None, "Accelerate calls its hooks"
+            self._training.resume(self._folder)
+            return result
+
+        return load_state
+
+
+class LocalSGD:
+    """In the place of `accelerate.local_sgd.LocalSGD`: the same constructor, context manager and `step`.
+
+        from laconic.integrations.accelerate import LocalSGD
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...
+                    optimizer.step()
+                    local_sgd.step()
+
+    What differs: buffers and the optimizers' moments are averaged too, and optimizer steps are counted, not calls of `step`,
+    which does nothing here. `strategy` is any other one instead, `"diloco(8)"`; `local_sgd_steps` is not used then. `optimizer`
+    is the prepared optimizer, or several; without it, those that the accelerator has prepared over the model's parameters.
+    `run` is the run, inside of the block.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+        *,
+        strategy: Strategy | str | None = None,
+        optimizer: Any | Sequence[Any] | None = None,
+    ) -> None:
+        self._strategy = check(local_sgd(local_sgd_steps, moments="average") if strategy is None else strategy, "mean")
+        self.enabled = enabled and accelerator.distributed_type != DistributedType.NO
+        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self._optimizer = optimizer
+        self.num_steps = 0
+        self.run: Run | IdleRun = IdleRun(self._strategy)
+
+    def step(self) -> None:
+        """Counted for those who read `num_steps`; what is due is done after the optimizer's step."""
+        self.num_steps += 1
+
+    def __enter__(self) -> "LocalSGD":
+        if self.enabled:
+            optimizers = self._prepared() if self._optimizer is None else self._optimizer
+            self.run = attach(self.accelerator, self.model, optimizers, self._strategy)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.run.__exit__(kind, error, trace)
+
+    def _prepared(self) -> list[Any]:
+        """The optimizers over the model that the accelerator has prepared; it has no public list of them."""
+        ours = {id(parameter) for parameter in self.model.parameters()}
+        found = [
+            one
+            for one in self.accelerator._optimizers
+            if any(id(parameter) in ours for group in one.param_groups for parameter in group["params"])
+        ]
+        if not found:
+            raise ValueError(
+                "LocalSGD found no prepared optimizer over this model: call accelerator.prepare(model, optimizer) first, or "
+                "give optimizer="
+            )
+        return found

@@ -1,0 +1,194 @@
+"""What all frameworks need of a run: the model to evaluate, numbers to log, a part in their checkpoints, an end."""
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.checkpoint import rank_files
+from laconic.run.resume import begin_at
+from laconic.run.run import Run, engine_of
+from laconic.run.stats import Stats
+from laconic.strategies.parsing import strategy as read
+from laconic.strategies.strategy import Strategy
+
+Consensus = Literal["mean", "anchor", "local"]
+"""The model that is evaluated and saved: the mean of the replicas, the outer optimizer's, or each rank's own."""
+
+
+class Training:
+    """A run that a framework's loop drives; it ends with the run."""
+
+    def __init__(self, run: Run, consensus: Consensus) -> None:
+        self.run, self._consensus = run, consensus
+        self.live = True
+        self._drift: float | None = None  # at the last sync
+        self._logged = run.stats()
+        self._undo: list[Callable[[], None]] = []
+        self._inspector = engine_of(run).observe(self)
+        self._inspector.watching = True
+
+    # What the run tells
+
+    def stepped(self) -> None:
+        """The run has made a step."""
+        if self._inspector.syncs:
+            self._drift = self._inspector.syncs[-1].drift
+
+    def ended(self, failure: str | None) -> None:
+        """The run is about to be taken off."""
+        self.live = self._inspector.watching = False
+        while self._undo:
+            self._undo.pop()()
+
+    # What the framework asks for
+
+    def replace(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
+        """Put what `make` makes of it in the place of a method of this one object, until the run ends."""
+        before, own = getattr(owner, name), vars(owner).get(name)
+        setattr(owner, name, make(before))
+        self.until_the_end(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+
+    def until_the_end(self, undo: Callable[[], None]) -> None:
+        """Have this done when the run ends."""
+        self._undo.append(undo)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model is the one to evaluate and to save; all ranks together."""
+        of: Literal["mean", "anchor"] = "mean"
+        if self._consensus == "anchor" and _has_anchor(self.run):
+            of = "anchor"
+        inside = self.live and self._consensus != "local" and not engine_of(self.run).in_consensus
+        with self.run.consensus(of) if inside else nullcontext():
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """Of the steps since the last call: bytes on the cable and seconds of waiting, a step; drift at the last sync."""
+        now, before = self.run.stats(), self._logged
+        self._logged = now
+        steps = now.steps - before.steps
+        found: dict[str, float] = {"laconic/total_wire_bytes": float(now.wire_bytes)}
+        if steps > 0:
+            found["laconic/wire_bytes"] = (now.wire_bytes - before.wire_bytes) / steps
+            if now.wait_seconds is not None and before.wait_seconds is not None:
+                found["laconic/wait_seconds"] = (now.wait_seconds - before.wait_seconds) / steps
+        if self._drift is not None:
+            found["laconic/drift"] = self._drift
+        return found
+
+    def save(self, folder: Path) -> str:
+        """Write this rank's part of a checkpoint below `folder`; all ranks together. Returns the mark of the save."""
+        return rank_files.save(folder, run=self.run)
+
+    def keep_only(self, folder: Path, mark: str) -> None:
+        """The framework's part of this save is there: the parts of former saves to the same place go."""
+        rank_files.remove_others(folder, mark)
+
+    def resume(self, folder: Path, *, mark: str | None = None, step: int | None = None) -> rank_files.Loaded:
+        """Go on from this rank's part, the framework having loaded its own; all ranks together.
+
+        Where parts are missing, all ranks go on from the model that the framework has loaded on each of them, from `step` if
+        it knows one, and the first rank warns of what is lost.
+        """
+        loaded = rank_files.load(folder, run=self.run, mark=mark)
+        if loaded.problem is not None:
+            begin_at(engine_of(self.run), self.run.step if step is None else step)
+            warn_once(
+                f"the checkpoint is resumed without its ranks' own parts: {loaded.problem}. The model is the saved one on all "
+                f"ranks, and {self.run.strategy} goes on from step {self.run.step}; lost are residuals of error feedback, "
+                "steps since the last sync, the outer optimizer's memory, and the optimizer state of all ranks but the first"
+            )
+        self._logged = self.run.stats()
+        return loaded
+
+    def end(self, error: BaseException | None = None) -> None:
+        """The framework's training is over: replicas are made equal, or, after an error, the other ranks are told."""
+        if not self.live:
+            return
+        if error is None:
+            self.run.__exit__(None, None, None)
+        else:
+            engine_of(self.run).fail(error)
+
+
+class IdleRun:
+    """Stands for a run where there is nobody to communicate with: it has a Run's methods, and they do nothing."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.step = strategy, 0
+
+    def stats(self) -> Stats:
+        """Nothing was sent."""
+        return Stats(0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0.0, {}, {})
+
+    @contextmanager
+    def consensus(self, of: Literal["mean", "anchor"] = "mean") -> Iterator[None]:
+        """There is one replica."""
+        yield
+
+    def sync(self) -> None:
+        """There is one replica."""
+
+    def detach(self) -> None:
+        """Nothing is attached."""
+
+    def __enter__(self) -> "IdleRun":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def check(strategy: Strategy | str, consensus: object) -> Strategy:
+    """The strategy that a user wrote, or an error; before any process group is there."""
+    chosen = read(strategy)
+    if consensus not in get_args(Consensus):
+        raise ValueError(f"consensus must be 'mean', 'anchor' or 'local', got {consensus!r}")
+    if consensus == "anchor" and (chosen.averaging is None or chosen.averaging.deltas is None):
+        raise ValueError(f"consensus='anchor' is the outer optimizer's model, and {chosen} has none; use 'mean'")
+    return chosen
+
+
+def alone(strategy: Strategy) -> bool:
+    """Whether this process trains without a process group; it is said that the strategy does nothing then."""
+    if dist.is_available() and dist.is_initialized():
+        return False
+    warn_once(f"{strategy} is not attached: this is a single process without a process group, and there is nobody to send to")
+    return True
+
+
+def ddp_in(model: object) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in what a framework has wrapped."""
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    return next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
+
+
+def warn_once(sentence: str) -> None:
+    """A warning from the first rank, or from the only process."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        warnings.warn(sentence, UserWarning, stacklevel=3)
+
+
+def folder_of(path: str | Path) -> Path | None:
+    """Where the ranks' own parts of a checkpoint go: beside a file, inside of a directory; None: it is on no disk of ours."""
+    if "://" in str(path):
+        return None
+    real = Path(path).resolve()  # a framework may link last.ckpt to the newest
+    return real / "laconic" if real.is_dir() else real.with_name(f"{real.name}.laconic")
+
+
+def remove(folder: Path | None) -> None:
+    """The checkpoint is removed, and the ranks' own parts with it; each rank removes what it sees."""
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_anchor(run: Run) -> bool:
+    return engine_of(run).local.deltas is not None  # a warm-up has none

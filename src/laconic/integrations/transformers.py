@@ -1,0 +1,152 @@
+"""Transformers: `LaconicTrainer(strategy="diloco(32)", model=..., args=...)` in the place of `Trainer`.
+
+A callback alone can't do it: Transformers gives callbacks neither the trainer nor its DistributedDataParallel, and evaluation
+and saving need the model of all ranks while they run.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from laconic.integrations.training import Consensus, Training, alone, check, ddp_in
+from laconic.run.arguments import unwrapped
+from laconic.run.attach import attach
+from laconic.run.run import Run
+from laconic.strategies.strategy import Strategy
+
+try:
+    from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as error:
+    raise ImportError("laconic.integrations.transformers needs Transformers: pip install 'laconic[transformers]'") from error
+
+FOLDER = "laconic"  # in each `checkpoint-N`
+
+
+class LaconicMixin:
+    """Makes any Trainer train by a strategy: `class MyTrainer(LaconicMixin, Seq2SeqTrainer): ...`.
+
+    - `strategy`: an object such as `laconic.diloco(32)`, or its text; None: plain DDP, as without this class.
+    - `consensus`: the model that `evaluate`, `predict` and `save_model` use while replicas differ: their "mean"; the outer
+      optimizer's, "anchor"; or each rank's own, "local".
+
+    All other arguments are the Trainer's own. `laconic_run` is the run while it trains and, afterwards, has its `stats()`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy | str | None = None,
+        consensus: Consensus = "mean",
+        **kwargs: Any,  # what the Trainer takes
+    ) -> None:
+        self._strategy = None if strategy is None else check(strategy, consensus)
+        self._consensus: Consensus = consensus
+        self.laconic_run: Run | None = None
+        self._training: Training | None = None
+        self._resumed_from: str | None = None
+        super().__init__(*args, **kwargs)
+        if self._strategy is not None:
+            self.add_callback(_Hooks(self))  # type: ignore[attr-defined]  # the Trainer's
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; other ranks are told of an exception."""
+        path = resume_from_checkpoint
+        if path is True:
+            path = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+        self._resumed_from = path or None
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of the model of all ranks."""
+        with self._evaluating():
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of the model of all ranks."""
+        with self._evaluating():
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's, of the model of all ranks; all ranks together, while it trains."""
+        with self._evaluating():
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; the rows of training have bytes, waits and drift as well."""
+        if self._training is not None and "loss" in logs:
+            logs = {**logs, **self._training.metrics()}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        """The best weights replace those of the last step: what is outstanding for these is completed before."""
+        self._end(None)
+        super()._load_best_model()  # type: ignore[misc]
+
+    def _evaluating(self) -> Any:
+        return nullcontext() if self._training is None else self._training.evaluating()
+
+    def _begin(self) -> None:
+        """Attach to the DDP and the optimizer that the Trainer has prepared, and loaded if it resumes."""
+        assert self._strategy is not None
+        trainer: Any = self
+        for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
+            if enabled:
+                raise ValueError(
+                    f"{self._strategy} can't be attached under the Trainer with {name}, which communicates in its own way; "
+                    "train with plain DDP, or shard by fully_shard in a loop of your own: laconic.attach(mesh=)"
+                )
+        if alone(self._strategy):
+            return
+        ddp = ddp_in(trainer.model_wrapped)
+        if ddp is None:
+            raise ValueError(
+                f"{self._strategy} needs a model that the Trainer wraps in DistributedDataParallel, and it has wrapped this "
+                f"{type(trainer.model).__name__} in a {type(trainer.model_wrapped).__name__}"
+            )
+        run = attach(ddp, unwrapped(trainer.optimizer), self._strategy, scaler=trainer.accelerator.scaler)
+        self.laconic_run, self._training = run, Training(run, self._consensus)
+        if self._resumed_from is not None:
+            self._training.resume(Path(self._resumed_from) / FOLDER, step=trainer.state.global_step)
+
+    def _save_parts(self) -> None:
+        """The Trainer has saved a checkpoint: each rank adds its own part."""
+        trainer: Any = self
+        if self._training is not None and not trainer.args.save_only_model:
+            folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}", FOLDER)
+            self._training.keep_only(folder, self._training.save(folder))
+
+    def _end(self, error: BaseException | None) -> None:
+        training, self._training = self._training, None
+        if training is not None:
+            training.end(error)
+
+
+class _Hooks(TrainerCallback):  # type: ignore[misc]  # Transformers' classes are not typed here
+    """When the Trainer begins, saves and ends."""
+
+    def __init__(self, trainer: LaconicMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._begin()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._save_parts()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer._end(None)
+
+
+class LaconicTrainer(LaconicMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` by a strategy: `LaconicTrainer(strategy="int8()", model=model, args=args, ...)`.
+
+    `TrainingArguments` stay as they are. `evaluate`, `predict`, `save_model` and checkpoints use the model of all ranks.
+    `resume_from_checkpoint` resumes to the same bits: each `checkpoint-N` has a folder `laconic` with a file a rank. Rows of
+    the log have `laconic/wire_bytes`, `laconic/wait_seconds` (a step) and `laconic/drift`, so all reporters show them. See
+    `LaconicMixin` for the arguments, and for other Trainers.
+    """
