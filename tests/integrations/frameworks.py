@@ -6,7 +6,7 @@ They run on live ranks, which have a process group already: the frameworks find 
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 WIDTH, BATCH = 12, 4
 
 
-class Interrupted(Exception):
+class KilledError(Exception):
     """Stands for the end of a process: nothing is done after it."""
 
 
@@ -38,26 +38,40 @@ class Plan:
 
 
 @dataclass
-class Outcome:
+class Seen:
+    """What one rank saw while it trained."""
+
+    losses: list[float] = field(default_factory=list)
+    validated: list[float] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
+    at_last_step: Any = None  # stats before the end makes replicas equal
+
+    def outcome(self, model: nn.Module, run: Any, warned: list[str]) -> "Outcome":
+        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        stats, layout = (run.stats(), _layout(run)) if run is not None else (None, None)
+        return Outcome(self.losses, self.validated, self.logged, self.at_last_step, weights, stats, layout, warned)
+
+
+@dataclass
+class Outcome(Seen):
     """What came out, on one rank."""
 
-    weights: dict[str, Tensor]
-    losses: list[float]
+    weights: dict[str, Tensor] = field(default_factory=dict)
     stats: Any = None
-    validated: list[float] = field(default_factory=list)
-    at_last_step: Any = None  # stats before the end makes replicas equal
-    warned: list[str] = field(default_factory=list)
-    logged: list[dict[str, float]] = field(default_factory=list)
     layout: Any = None
+    warned: list[str] = field(default_factory=list)
 
 
 class Net(nn.Module):
     """A regression with a buffer and dropout, whose forward is what Transformers expects."""
 
+    seen: Tensor
+
     def __init__(self, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.body = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+        layers = [nn.Linear(WIDTH, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)]
+        self.body = nn.Sequential(*layers)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -129,33 +143,33 @@ def lightning(rank: int, folder: str, plan: Plan) -> Outcome:
     from laconic.integrations.lightning import LaconicCallback
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    world, losses, validated, logged, last = dist.get_world_size(), [], [], [], []
+    world, seen = dist.get_world_size(), Seen()
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.net = Net(plan.dropout)
 
         def training_step(self, _: Any, number: int) -> Tensor:
             found = self.net(**batch(rank, number))["loss"]
-            losses.append(float(found))
-            return found
+            seen.losses.append(float(found))
+            return found  # type: ignore[no-any-return]
 
         def validation_step(self, _: Any, number: int) -> None:
-            validated.append(mean_loss(self.net, rank, world))
+            seen.validated.append(mean_loss(self.net, rank, world))
 
         def configure_optimizers(self) -> Any:
             return optimizer_of(self.net)
 
-    class Last(Callback):
+    class Last(Callback):  # type: ignore[misc]
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == plan.stop_at:
-                raise Interrupted
+                raise KilledError
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            logged.append(dict(trainer.callback_metrics))
+            seen.logged.append({key: float(value) for key, value in trainer.callback_metrics.items()})
             if trainer.global_step == plan.steps and hook is not None and hook.run is not None:
-                last.append(hook.run.stats())
+                seen.at_last_step = hook.run.stats()
 
     save = ModelCheckpoint(folder, "saved", every_n_train_steps=plan.save_at or 10**9, save_top_k=-1)
     callbacks: list[Any] = [save, Last()]  # Lightning calls those that save last of all
@@ -173,17 +187,14 @@ def lightning(rank: int, folder: str, plan: Plan) -> Outcome:
             **plan.options,
         )  # fmt: skip
         module = Module()
-        loader = torch.utils.data.DataLoader(range(plan.steps * plan.accumulate), batch_size=1)
+        numbers: Any = range(plan.steps * plan.accumulate)
+        loader: Any = torch.utils.data.DataLoader(numbers, batch_size=1)
         torch.manual_seed(rank)
-        try:
-            trainer.fit(module, loader, torch.utils.data.DataLoader([0]), ckpt_path=f"{folder}/saved.ckpt" if plan.resume else None)
-        except Interrupted:
-            pass
+        resumed = f"{folder}/saved.ckpt" if plan.resume else None
+        with suppress(KilledError):
+            trainer.fit(module, loader, [0], ckpt_path=resumed)
     run = hook and hook.run
-    return Outcome(
-        _weights(module.net), losses, run.stats() if run else None, validated, *last, warned=said,
-        logged=[{key: float(value) for key, value in row.items()} for row in logged], layout=run and _layout(run),
-    )  # fmt: skip
+    return seen.outcome(module.net, run, said)
 
 
 # Accelerate
@@ -196,7 +207,7 @@ def accelerate(rank: int, folder: str, plan: Plan) -> Outcome:
 
     from laconic.integrations.accelerate import attach
 
-    world, losses, validated, last = dist.get_world_size(), [], [], []
+    world, seen = dist.get_world_size(), Seen()
     with as_torchrun_starts(rank, world) as said:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
@@ -214,7 +225,7 @@ def accelerate(rank: int, folder: str, plan: Plan) -> Outcome:
                 for part in range(plan.accumulate):
                     with accelerator.accumulate(model):
                         loss = model(**batch(rank, plan.accumulate * step + part))["loss"]
-                        losses.append(float(loss))
+                        seen.losses.append(float(loss))
                         accelerator.backward(loss)
                         optimizer.step()
                         optimizer.zero_grad()
@@ -222,20 +233,19 @@ def accelerate(rank: int, folder: str, plan: Plan) -> Outcome:
                 if step == plan.validate_at and run is not None:
                     model.eval()
                     with run.consensus():
-                        validated.append(mean_loss(model.module, rank, world))
+                        seen.validated.append(mean_loss(model.module, rank, world))
                     model.train()
                 if step == plan.save_at and not plan.resume:
                     accelerator.save_state(f"{folder}/saved")
                 if step == plan.stop_at:
-                    raise Interrupted
+                    raise KilledError
             if run is not None:
-                last.append(run.stats())
+                seen.at_last_step = run.stats()
                 run.__exit__(None, None, None)
-        except Interrupted as error:
+        except KilledError as error:
             if run is not None:
                 run.__exit__(type(error), error, None)
-    stats, layout = (run.stats(), _layout(run)) if run is not None else (None, None)
-    return Outcome(_weights(model.module), losses, stats, validated, *last, warned=said, layout=layout)
+    return seen.outcome(model.module, run, said)
 
 
 # Transformers
@@ -259,48 +269,44 @@ def transformers(rank: int, folder: str, plan: Plan) -> Outcome:
 
     from laconic.integrations.transformers import LaconicTrainer
 
-    world, validated, last = dist.get_world_size(), [], []
+    world, seen = dist.get_world_size(), Seen()
 
     class Kill(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == plan.stop_at:
-                raise Interrupted
+                raise KilledError
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == plan.steps and trainer.laconic_run is not None:
-                last.append(trainer.laconic_run.stats())
+                seen.at_last_step = trainer.laconic_run.stats()
             control.should_save = state.global_step == plan.save_at
             control.should_evaluate = state.global_step == plan.validate_at
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-            validated.append(metrics["eval_loss"])
+            seen.validated.append(metrics["eval_loss"])
 
     with as_torchrun_starts(rank, world) as said:
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()
-        arguments: dict[str, Any] = dict(
+        given: dict[str, Any] = {"max_grad_norm": 0.0, "logging_steps": 5, **plan.options}
+        arguments = TrainingArguments(
             output_dir=folder, max_steps=plan.steps, per_device_train_batch_size=BATCH, use_cpu=True, report_to="none",
-            gradient_accumulation_steps=plan.accumulate, logging_steps=5, disable_tqdm=True, save_strategy="no", eval_strategy="no",
-            max_grad_norm=0.0, lr_scheduler_type="constant", remove_unused_columns=False,
-            dataloader_pin_memory=False, per_device_eval_batch_size=64, label_names=["labels"],
+            gradient_accumulation_steps=plan.accumulate, disable_tqdm=True, save_strategy="no", eval_strategy="no",
+            lr_scheduler_type="constant", remove_unused_columns=False, dataloader_pin_memory=False,
+            per_device_eval_batch_size=64, label_names=["labels"], **given,
         )  # fmt: skip
         model = Net(plan.dropout)
         trainer = LaconicTrainer(
-            strategy=plan.strategy, consensus=plan.consensus, model=model, args=TrainingArguments(**{**arguments, **plan.options}),
+            strategy=plan.strategy, consensus=plan.consensus, model=model, args=arguments,
             train_dataset=Samples([sample(n) for n in range(BATCH * world * plan.accumulate * (plan.steps // 2))]),
             eval_dataset=Samples(held_out()), optimizers=(optimizer_of(model), None), callbacks=[Kill()],
         )  # fmt: skip
         torch.manual_seed(rank)
-        try:
+        with suppress(KilledError):
             trainer.train(resume_from_checkpoint=True if plan.resume else None)
-        except Interrupted:
-            pass
-        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    run = trainer.laconic_run
-    return Outcome(
-        _weights(model), losses, run.stats() if run else None, validated, *last, warned=said, logged=list(trainer.state.log_history),
-        layout=run and _layout(run),
-    )  # fmt: skip
+        seen.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        seen.logged = list(trainer.state.log_history)
+    return seen.outcome(model, trainer.laconic_run, said)
 
 
 FRAMEWORKS: dict[str, Callable[[int, str, Plan], Outcome]] = {
@@ -310,10 +316,6 @@ FRAMEWORKS: dict[str, Callable[[int, str, Plan], Outcome]] = {
 
 def fit(rank: int, framework: str, folder: Path, plan: Plan) -> Outcome:
     return FRAMEWORKS[framework](rank, str(folder), plan)
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def _layout(run: Any) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in
-from laconic.run.arguments import unwrapped
+from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, told_to_all
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.local_recipes import local_sgd
@@ -45,17 +44,12 @@ def attach(
 
     In a single process without a process group nothing is attached, and what is returned does nothing.
     """
-    chosen = check(strategy, consensus)
-    if accelerator.distributed_type == DistributedType.NO and alone(chosen):
-        return IdleRun(chosen)
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
-    run = attach_run(
-        _ddp(accelerator, model, chosen),
-        [unwrapped(one) for one in given],
-        chosen,
-        scaler=accelerator.scaler,
-        check_every=check_every,
-    )
+    with told_to_all():
+        chosen = check(strategy, consensus)
+        if accelerator.distributed_type == DistributedType.NO and alone(chosen):
+            return IdleRun(chosen)
+        ddp = _ddp(accelerator, model, chosen)
+    run = attach_run(ddp, optimizer, chosen, scaler=accelerator.scaler, check_every=check_every)
     training = Training(run, consensus)
     _Checkpoints(accelerator, model, training)
     return run

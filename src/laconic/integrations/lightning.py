@@ -12,7 +12,18 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laconic.checkpoint.contents import set_random
-from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, folder_of, remove, warn_once
+from laconic.integrations.training import (
+    Consensus,
+    IdleRun,
+    Training,
+    alone,
+    check,
+    ddp_in,
+    folder_of,
+    remove,
+    told_to_all,
+    warn_once,
+)
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
@@ -32,6 +43,7 @@ else:
             raise ImportError("laconic.integrations.lightning needs Lightning: pip install 'laconic[lightning]'") from error
 
 KEY = "laconic"
+NO_PARTS = ""  # the mark of a checkpoint that was saved without the ranks' own parts: those beside it are of another save
 
 
 class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes are not typed here
@@ -98,17 +110,14 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
         training = self._training = Training(self.run, self.consensus)
         training.replace(trainer, "save_checkpoint", lambda save: _Saver(self, trainer, save))
         training.replace(trainer.strategy, "remove_checkpoint", _removing)
-        if trainer.ckpt_path is not None:
+        if trainer.ckpt_path is not None or self._loaded:  # without a path: Lightning has found what a cluster's restart left
             self._resume(training, trainer.ckpt_path)
         self._logged_step = self.run.step
 
-    def _resume(self, training: Training, path: str | Path) -> None:
+    def _resume(self, training: Training, path: str | Path | None) -> None:
         state, self._loaded = self._loaded, {}
-        folder = folder_of(path)
-        if folder is None:
-            warn_once(f"{path} is not on a local disk, so only the model and the first rank's optimizer are resumed from it")
-            folder = Path()
-        self._random = training.resume(folder, mark=state.get("mark"), step=state.get("step")).random
+        folder = None if path is None else folder_of(path)
+        self._random = training.resume(folder, mark=state.get("mark") or NO_PARTS, step=state.get("step")).random
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """After a resume: generators go back once the loader's iterator is there, which draws a seed from them."""
@@ -177,7 +186,8 @@ class _Saver:
     def __call__(self, filepath: str | Path, weights_only: bool | None = None, storage_options: Any = None) -> None:
         callback, training = self._callback, self._callback._training
         assert training is not None, "it is taken off with the run"
-        callback.on_validation_end(None, None)  # a module may save in the middle of a validation
+        validating = callback._evaluation is not None  # a module may save in the middle of a validation
+        callback.on_validation_end(None, None)
         filepath = self._trainer.strategy.broadcast(filepath)
         if getattr(self._trainer.strategy, "_save_distributed_checkpoint", False) and "://" not in str(filepath):
             Path(filepath).mkdir(parents=True, exist_ok=True)  # it will be a directory, and the parts are inside
@@ -193,6 +203,8 @@ class _Saver:
                 training.keep_only(folder, callback._mark)
         finally:
             callback._mark = None
+            if validating:
+                callback.on_validation_start(None, None)
 
 
 def _removing(remove_checkpoint: Any) -> Any:
@@ -223,16 +235,17 @@ def attach(
     `consensus`: which model `fabric.save` saves, where replicas differ. In a single process without a process group nothing is
     attached, and what is returned does nothing.
     """
-    chosen = check(strategy, consensus)
-    if alone(chosen):
-        return IdleRun(chosen)
-    ddp, mesh = ddp_in(model), getattr(fabric.strategy, "device_mesh", None)
-    if ddp is None and mesh is None:
-        raise ValueError(
-            f"{chosen} needs what fabric.setup(model, optimizer) returns under Fabric(strategy='ddp') or a "
-            f"ModelParallelStrategy; got a {type(model).__name__} without a DistributedDataParallel in it under "
-            f"{type(fabric.strategy).__name__}"
-        )
+    with told_to_all():
+        chosen = check(strategy, consensus)
+        if alone(chosen):
+            return IdleRun(chosen)
+        ddp, mesh = ddp_in(model), getattr(fabric.strategy, "device_mesh", None)
+        if ddp is None and mesh is None:
+            raise ValueError(
+                f"{chosen} needs what fabric.setup(model, optimizer) returns under Fabric(strategy='ddp') or a "
+                f"ModelParallelStrategy; got a {type(model).__name__} without a DistributedDataParallel in it under "
+                f"{type(fabric.strategy).__name__}"
+            )
     given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     islands = {} if mesh is None else {"mesh": mesh, "replicate": "data_parallel"}
     run = attach_run(
@@ -280,7 +293,7 @@ class _FabricLoader:
         rest: dict[str, Any] = self._load(path, state, strict, **options)
         found = rest.pop(KEY, {})
         folder = folder_of(self._fabric.broadcast(path))
-        loaded = self._training.resume(Path() if folder is None else folder, mark=found.get("mark"), step=found.get("step"))
+        loaded = self._training.resume(folder, mark=found.get("mark") or NO_PARTS, step=found.get("step"))
         if loaded.random is not None:
             set_random(loaded.random)
         return rest

@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic._torch.process_groups import control_device, default_group
 from laconic.checkpoint import rank_files
+from laconic.comm.group import TorchGroup
+from laconic.ranks.agreement import agree
 from laconic.run.resume import begin_at
 from laconic.run.run import Run, engine_of
 from laconic.run.stats import Stats
@@ -91,13 +94,16 @@ class Training:
         """The framework's part of this save is there: the parts of former saves to the same place go."""
         rank_files.remove_others(folder, mark)
 
-    def resume(self, folder: Path, *, mark: str | None = None, step: int | None = None) -> rank_files.Loaded:
+    def resume(self, folder: Path | None, *, mark: str | None = None, step: int | None = None) -> rank_files.Loaded:
         """Go on from this rank's part, the framework having loaded its own; all ranks together.
 
-        Where parts are missing, all ranks go on from the model that the framework has loaded on each of them, from `step` if
-        it knows one, and the first rank warns of what is lost.
+        `folder` is None where the framework's own part is on no disk of ours. Where parts are missing, all ranks go on from
+        the model that the framework has loaded on each of them, from `step` if it knows one, and the first rank warns of what
+        is lost.
         """
-        loaded = rank_files.load(folder, run=self.run, mark=mark)
+        loaded = rank_files.Loaded("the checkpoint is not on a local disk")
+        if folder is not None:
+            loaded = rank_files.load(folder, run=self.run, mark=mark)
         if loaded.problem is not None:
             begin_at(engine_of(self.run), self.run.step if step is None else step)
             warn_once(
@@ -154,6 +160,17 @@ def check(strategy: Strategy | str, consensus: object) -> Strategy:
     if consensus == "anchor" and (chosen.averaging is None or chosen.averaging.deltas is None):
         raise ValueError(f"consensus='anchor' is the outer optimizer's model, and {chosen} has none; use 'mean'")
     return chosen
+
+
+@contextmanager
+def told_to_all() -> Iterator[None]:
+    """What is refused in here on one rank is an error on all: the others are in `attach`, where ranks compare."""
+    try:
+        yield
+    except (TypeError, ValueError) as problem:
+        if dist.is_available() and dist.is_initialized():
+            agree([], problem, TorchGroup(default_group()), control_device(default_group()))
+        raise
 
 
 def alone(strategy: Strategy) -> bool:

@@ -8,8 +8,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from laconic.integrations.training import Consensus, Training, alone, check, ddp_in
-from laconic.run.arguments import unwrapped
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.integrations.training import Consensus, Training, alone, check, ddp_in, told_to_all
 from laconic.run.attach import attach
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
@@ -71,10 +72,14 @@ class LaconicMixin:
         with self._evaluating():
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's, of the model of all ranks; all ranks together, while it trains."""
+        checkpoint = _internal_call and output_dir is not None  # the Trainer begins `checkpoint-N` with this
+        if self._training is not None and checkpoint and not self.args.save_only_model:  # type: ignore[attr-defined]
+            folder = Path(str(output_dir), FOLDER)
+            self._training.keep_only(folder, self._training.save(folder))
         with self._evaluating():
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; the rows of training have bytes, waits and drift as well."""
@@ -94,31 +99,31 @@ class LaconicMixin:
         """Attach to the DDP and the optimizer that the Trainer has prepared, and loaded if it resumes."""
         assert self._strategy is not None
         trainer: Any = self
-        for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
-            if enabled:
-                raise ValueError(
-                    f"{self._strategy} can't be attached under the Trainer with {name}, which communicates in its own way; "
-                    "train with plain DDP, or shard by fully_shard in a loop of your own: laconic.attach(mesh=)"
-                )
         if alone(self._strategy):
             return
-        ddp = ddp_in(trainer.model_wrapped)
-        if ddp is None:
-            raise ValueError(
-                f"{self._strategy} needs a model that the Trainer wraps in DistributedDataParallel, and it has wrapped this "
-                f"{type(trainer.model).__name__} in a {type(trainer.model_wrapped).__name__}"
-            )
-        run = attach(ddp, unwrapped(trainer.optimizer), self._strategy, scaler=trainer.accelerator.scaler)
+        with told_to_all():
+            ddp = self._ddp(self._strategy)
+        run = attach(ddp, trainer.optimizer, self._strategy, scaler=trainer.accelerator.scaler)
         self.laconic_run, self._training = run, Training(run, self._consensus)
         if self._resumed_from is not None:
             self._training.resume(Path(self._resumed_from) / FOLDER, step=trainer.state.global_step)
 
-    def _save_parts(self) -> None:
-        """The Trainer has saved a checkpoint: each rank adds its own part."""
+    def _ddp(self, strategy: Strategy) -> DistributedDataParallel:
+        """The DDP that the Trainer has made, or an error that says why there is none."""
         trainer: Any = self
-        if self._training is not None and not trainer.args.save_only_model:
-            folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}", FOLDER)
-            self._training.keep_only(folder, self._training.save(folder))
+        for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
+            if enabled:
+                raise ValueError(
+                    f"{strategy} can't be attached under the Trainer with {name}, which communicates in its own way; "
+                    "train with plain DDP, or shard by fully_shard in a loop of your own: laconic.attach(mesh=)"
+                )
+        ddp = ddp_in(trainer.model_wrapped)
+        if ddp is None:
+            raise ValueError(
+                f"{strategy} needs a model that the Trainer wraps in DistributedDataParallel, and it has wrapped this "
+                f"{type(trainer.model).__name__} in a {type(trainer.model_wrapped).__name__}"
+            )
+        return ddp
 
     def _end(self, error: BaseException | None) -> None:
         training, self._training = self._training, None
@@ -127,16 +132,13 @@ class LaconicMixin:
 
 
 class _Hooks(TrainerCallback):  # type: ignore[misc]  # Transformers' classes are not typed here
-    """When the Trainer begins, saves and ends."""
+    """When the Trainer begins and ends."""
 
     def __init__(self, trainer: LaconicMixin) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._begin()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._save_parts()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer._end(None)
