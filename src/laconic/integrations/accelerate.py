@@ -1,6 +1,7 @@
 """Accelerate: after `accelerator.prepare(...)`, `with attach(accelerator, model, optimizer, "diloco(32)") as run:`."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, told_to_all
+from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, remove, told_to_all
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.local_recipes import local_sgd
@@ -37,10 +38,10 @@ def attach(
     Steps are counted as Accelerate makes them: under `accelerator.accumulate`, one for all micro-batches of a step, and one
     where its GradScaler skips.
 
-    `accelerator.save_state(folder)` saves the model of all ranks (`consensus`: the "mean" of the replicas, the outer
-    optimizer's "anchor", or the first rank's own, "local") and each rank's own part in `folder/laconic`; `load_state(folder)`
-    goes on from there to the same bits. Elsewhere, write `with run.consensus():` around an evaluation, `accelerator.save_model`
-    and `get_state_dict`.
+    `accelerator.save_state(folder)`, which all ranks call together, saves the model of all ranks (`consensus`: the "mean" of
+    the replicas, the outer optimizer's "anchor", or the first rank's own, "local") and each rank's own part in
+    `folder/laconic`. `load_state(folder)` goes on from there to the same bits; call it after `attach`. Elsewhere, write
+    `with run.consensus():` around an evaluation, `accelerator.save_model` and `get_state_dict`.
 
     In a single process without a process group nothing is attached, and what is returned does nothing.
     """
@@ -76,25 +77,31 @@ class _Checkpoints:
     """What `save_state` and `load_state` do besides, as long as the run lasts."""
 
     def __init__(self, accelerator: Accelerator, model: torch.nn.Module, training: Training) -> None:
-        self._accelerator, self._model, self._training = accelerator, model, training
-        self._folder: Path | None = None  # that `load_state` reads from
+        self._training, self._name = training, _name(accelerator, model)
+        self._folder: Path | None = None  # of the ranks' own parts, in the directory that Accelerate has chosen
         training.until_the_end(accelerator.register_save_state_pre_hook(self._saving).remove)
         training.until_the_end(accelerator.register_load_state_pre_hook(self._loading).remove)
+        training.replace(accelerator, "save_state", lambda save: self._save_state(save))
         training.replace(accelerator, "load_state", lambda load: self._load_state(load))
 
     def _saving(self, models: list[torch.nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
-        """On all ranks, before Accelerate writes: `weights` are what it will write, and may be changed."""
-        folder = Path(output_dir) / FOLDER
-        mark = self._training.save(folder)
-        with self._training.evaluating():
-            for place, one in enumerate(models):
-                if one is self._model and self._accelerator.is_main_process and place < len(weights):
-                    weights[place] = {key: value.detach().clone() for key, value in weights[place].items()}
-        self._training.keep_only(folder, mark)
+        """On all ranks, before Accelerate writes. Parts of a former save there never go with what is written now."""
+        self._folder = Path(output_dir) / self._name
+        remove(self._folder)
 
     def _loading(self, models: list[torch.nn.Module], input_dir: str) -> None:
-        """On all ranks, before Accelerate reads: it knows now from where."""
-        self._folder = Path(input_dir) / FOLDER
+        """On all ranks, before Accelerate reads."""
+        self._folder = Path(input_dir) / self._name
+
+    def _save_state(self, save: Any) -> Any:
+        def save_state(*args: Any, **kwargs: Any) -> Any:
+            with self._training.evaluating():  # for all of it: hooks of the user's own may write the model, too
+                result = save(*args, **kwargs)
+            assert self._folder is not None, "Accelerate calls its hooks"
+            self._training.save(self._folder)
+            return result
+
+        return save_state
 
     def _load_state(self, load: Any) -> Any:
         def load_state(*args: Any, **kwargs: Any) -> Any:
@@ -104,6 +111,16 @@ class _Checkpoints:
             return result
 
         return load_state
+
+
+def _name(accelerator: Accelerator, model: torch.nn.Module) -> str:
+    """A folder a model, numbered as Accelerate numbers its files: two runs of one accelerator are saved at once.
+
+    Accelerate has no public list of its models. It keeps what it was given, which is inside of what it returned.
+    """
+    parts = {id(part) for part in model.modules()}
+    place = next((place for place, one in enumerate(accelerator._models) if id(one) in parts), 0)
+    return FOLDER if place == 0 else f"{FOLDER}_{place}"
 
 
 class LocalSGD:
@@ -134,8 +151,9 @@ class LocalSGD:
         strategy: Strategy | str | None = None,
         optimizer: Any | Sequence[Any] | None = None,
     ) -> None:
-        self._strategy = check(local_sgd(local_sgd_steps, moments="average") if strategy is None else strategy, "mean")
         self.enabled = enabled and accelerator.distributed_type != DistributedType.NO
+        with told_to_all() if self.enabled else nullcontext():
+            self._strategy = check(local_sgd(local_sgd_steps, moments="average") if strategy is None else strategy, "mean")
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self._optimizer = optimizer
         self.num_steps = 0
@@ -147,7 +165,8 @@ class LocalSGD:
 
     def __enter__(self) -> "LocalSGD":
         if self.enabled:
-            optimizers = self._prepared() if self._optimizer is None else self._optimizer
+            with told_to_all():
+                optimizers = self._prepared() if self._optimizer is None else self._optimizer
             self.run = attach(self.accelerator, self.model, optimizers, self._strategy)
         return self
 

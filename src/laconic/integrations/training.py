@@ -2,7 +2,7 @@
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,6 +23,8 @@ from laconic.strategies.strategy import Strategy
 
 Consensus = Literal["mean", "anchor", "local"]
 """The model that is evaluated and saved: the mean of the replicas, the outer optimizer's, or each rank's own."""
+
+NO_PARTS = ""  # the mark of a checkpoint that was saved without the ranks' own parts: those beside it are of another save
 
 
 class Training:
@@ -53,10 +55,26 @@ class Training:
     # What the framework asks for
 
     def replace(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
-        """Put what `make` makes of it in the place of a method of this one object, until the run ends."""
+        """Put what `make` makes of it in the place of a method of this one object, until the run ends.
+
+        Two runs may do so to the same object and end in any order: one that has ended is passed by.
+        """
         before, own = getattr(owner, name), vars(owner).get(name)
-        setattr(owner, name, make(before))
-        self.until_the_end(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
+        made = make(before)
+
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            return (made if self.live else before)(*args, **kwargs)
+
+        def undo() -> None:
+            if vars(owner).get(name) is not ours:
+                return  # what another run has put around it goes when that one ends
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        setattr(owner, name, ours)
+        self.until_the_end(undo)
 
     def until_the_end(self, undo: Callable[[], None]) -> None:
         """Have this done when the run ends."""
@@ -71,6 +89,11 @@ class Training:
         inside = self.live and self._consensus != "local" and not engine_of(self.run).in_consensus
         with self.run.consensus(of) if inside else nullcontext():
             yield
+
+    @property
+    def apart(self) -> bool:
+        """Whether not all ranks average their gradients in the next step."""
+        return self.live and self.run.strategy.route.at(self.run.step) not in ("world", engine_of(self.run).group.world)
 
     def metrics(self) -> dict[str, float]:
         """Of the steps since the last call: bytes on the cable and seconds of waiting, a step; drift at the last sync."""
@@ -114,6 +137,11 @@ class Training:
         self._logged = self.run.stats()
         return loaded
 
+    def begin(self) -> None:
+        """Go on from a model that the framework has loaded on all ranks, of which nothing else is known; all ranks together."""
+        begin_at(engine_of(self.run), self.run.step)
+        self._logged = self.run.stats()
+
     def end(self, error: BaseException | None = None) -> None:
         """The framework's training is over: replicas are made equal, or, after an error, the other ranks are told."""
         if not self.live:
@@ -139,8 +167,23 @@ class IdleRun:
         """There is one replica."""
         yield
 
+    def layout(self) -> list[list[str]]:
+        """No bucket is sent."""
+        return []
+
     def sync(self) -> None:
         """There is one replica."""
+
+    def swap(self, strategy: Strategy | str) -> None:
+        """To another one, which does nothing either."""
+        self.strategy = read(strategy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is none."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """There is nothing to go on with."""
 
     def detach(self) -> None:
         """Nothing is attached."""
@@ -193,12 +236,26 @@ def warn_once(sentence: str) -> None:
         warnings.warn(sentence, UserWarning, stacklevel=3)
 
 
-def folder_of(path: str | Path) -> Path | None:
-    """Where the ranks' own parts of a checkpoint go: beside a file, inside of a directory; None: it is on no disk of ours."""
-    if "://" in str(path):
+def folder_for(path: str | Path, *, directory: bool) -> Path | None:
+    """Where the ranks' own parts of a checkpoint are saved: beside a file, inside of a directory; None: on no disk of ours."""
+    here = _on_disk(path)
+    if here is None:
         return None
-    real = Path(path).resolve()  # a framework may link last.ckpt to the newest
-    return real / "laconic" if real.is_dir() else real.with_name(f"{real.name}.laconic")
+    return here / "laconic" if directory and not here.is_file() else here.with_name(f"{here.name}.laconic")
+
+
+def folder_with(path: str | Path, mark: str) -> Path | None:
+    """Where the parts of this save are found: a framework may have linked a name to the checkpoint that they belong to."""
+    here = _on_disk(path)
+    if here is None:
+        return None
+    places = [place for real in (here, here.resolve()) for place in (real.with_name(f"{real.name}.laconic"), real / "laconic")]
+    return next((place for place in places if mark and (place / mark).is_dir()), places[0])
+
+
+def _on_disk(path: str | Path) -> Path | None:
+    local = str(path).removeprefix("file://")
+    return None if "://" in local else Path(local).expanduser()
 
 
 def remove(folder: Path | None) -> None:

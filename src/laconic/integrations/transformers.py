@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from laconic.integrations.training import Consensus, Training, alone, check, ddp_in, told_to_all
+from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, remove, told_to_all
 from laconic.run.attach import attach
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
@@ -43,15 +43,16 @@ class LaconicMixin:
     ) -> None:
         self._strategy = None if strategy is None else check(strategy, consensus)
         self._consensus: Consensus = consensus
-        self.laconic_run: Run | None = None
+        self.laconic_run: Run | IdleRun | None = None
         self._training: Training | None = None
         self._resumed_from: str | None = None
         super().__init__(*args, **kwargs)
-        if self._strategy is not None:
-            self.add_callback(_Hooks(self))  # type: ignore[attr-defined]  # the Trainer's
+        if self._strategy is not None:  # before all others: at the end of the training they find replicas that are equal
+            self.callback_handler.callbacks.insert(0, _Hooks(self))  # type: ignore[attr-defined]  # the Trainer's
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; other ranks are told of an exception."""
+        self._refuse_sharding()
         path = resume_from_checkpoint
         if path is True:
             path = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
@@ -75,11 +76,27 @@ class LaconicMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's, of the model of all ranks; all ranks together, while it trains."""
         checkpoint = _internal_call and output_dir is not None  # the Trainer begins `checkpoint-N` with this
-        if self._training is not None and checkpoint and not self.args.save_only_model:  # type: ignore[attr-defined]
-            folder = Path(str(output_dir), FOLDER)
-            self._training.keep_only(folder, self._training.save(folder))
+        whole = checkpoint and not self.args.save_only_model  # type: ignore[attr-defined]
+        training, folder = self._training if whole else None, Path(str(output_dir), FOLDER)
+        if training is not None:
+            remove(folder)  # parts of a former save there never go with what is written now
         with self._evaluating():
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if training is not None:
+            training.save(folder)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, which counts the tokens of all ranks. In a step that ranks take apart, each counts its own."""
+        settings: Any = self.args  # type: ignore[attr-defined]
+        if self._training is None or not self._training.apart or not settings.average_tokens_across_devices:
+            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        settings.average_tokens_across_devices = False
+        try:
+            samples, tokens = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            settings.average_tokens_across_devices = True
+        # The loss is divided by this and multiplied by the number of ranks: as if all had as many.
+        return samples, None if tokens is None else tokens * settings.world_size
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer's; the rows of training have bytes, waits and drift as well."""
@@ -99,24 +116,35 @@ class LaconicMixin:
         """Attach to the DDP and the optimizer that the Trainer has prepared, and loaded if it resumes."""
         assert self._strategy is not None
         trainer: Any = self
+        self._end(RuntimeError("the Trainer begins anew, with another batch size"))  # auto_find_batch_size
         if alone(self._strategy):
+            self.laconic_run = IdleRun(self._strategy)
             return
         with told_to_all():
             ddp = self._ddp(self._strategy)
-        run = attach(ddp, trainer.optimizer, self._strategy, scaler=trainer.accelerator.scaler)
+        try:
+            run = attach(ddp, trainer.optimizer, self._strategy, scaler=trainer.accelerator.scaler)
+        except ValueError as error:
+            if "find_unused_parameters" in str(error):
+                error.add_note("the Trainer builds it so unless it has TrainingArguments(ddp_find_unused_parameters=False)")
+            raise
         self.laconic_run, self._training = run, Training(run, self._consensus)
         if self._resumed_from is not None:
             self._training.resume(Path(self._resumed_from) / FOLDER, step=trainer.state.global_step)
 
+    def _refuse_sharding(self) -> None:
+        """Before the Trainer shards anything."""
+        trainer: Any = self
+        for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
+            if enabled and self._strategy is not None:
+                raise ValueError(
+                    f"{self._strategy} can't be attached under the Trainer with {name}, which communicates in its own way; "
+                    "train with plain DDP, or shard by fully_shard in a loop of your own: laconic.attach(mesh=)"
+                )
+
     def _ddp(self, strategy: Strategy) -> DistributedDataParallel:
         """The DDP that the Trainer has made, or an error that says why there is none."""
         trainer: Any = self
-        for enabled, name in ((trainer.is_deepspeed_enabled, "DeepSpeed"), (trainer.is_fsdp_enabled, "FSDP")):
-            if enabled:
-                raise ValueError(
-                    f"{strategy} can't be attached under the Trainer with {name}, which communicates in its own way; "
-                    "train with plain DDP, or shard by fully_shard in a loop of your own: laconic.attach(mesh=)"
-                )
         ddp = ddp_in(trainer.model_wrapped)
         if ddp is None:
             raise ValueError(

@@ -22,6 +22,11 @@ from laconic.script.exit_codes import LOST_A_PEER
 
 def main(arguments: list[str]) -> None:
     """Run a script, or `-m module`, as Python would, attached; its exit code and its traceback are its own."""
+    if not arguments or "LACONIC_STRATEGY" not in os.environ:
+        sys.exit(
+            "python -m laconic.script runs a script by the strategy that LACONIC_STRATEGY names, for launchers other than "
+            'laconic\'s: LACONIC_STRATEGY="int8()" accelerate launch -m laconic.script train.py; without one, use laconic run'
+        )
     as_module = arguments[:1] == ["-m"]
     target, rest = (arguments[1], arguments[2:]) if as_module else (arguments[0], arguments[1:])
     sys.argv = [target, *rest]

@@ -1,0 +1,135 @@
+"""Lightning's Fabric: `laconic.integrations.lightning.attach`."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from laconic.checkpoint.contents import set_random
+from laconic.integrations.training import (
+    NO_PARTS,
+    Consensus,
+    IdleRun,
+    Training,
+    alone,
+    check,
+    ddp_in,
+    folder_for,
+    folder_with,
+    told_to_all,
+    warn_once,
+)
+from laconic.run.attach import attach as attach_run
+from laconic.run.run import Run
+from laconic.strategies.strategy import Strategy
+
+KEY = "laconic"
+
+
+def attach(
+    fabric: Any,
+    model: Any,
+    optimizer: Any | Sequence[Any],
+    strategy: Strategy | str,
+    *,
+    consensus: Consensus = "mean",
+    check_every: int = 0,
+) -> Run | IdleRun:
+    """Fabric: attach to what `fabric.setup(model, optimizer)` returned; as `laconic.attach` otherwise.
+
+        model, optimizer = fabric.setup(model, optimizer)
+        with attach(fabric, model, optimizer, "diloco(32)") as run:
+            fabric.load("last.ckpt", state)     # where there is one: resumes exactly
+            for batch in loader: ...
+                fabric.save("last.ckpt", state)  # the model of all ranks, and each rank's own part in last.ckpt.laconic
+
+    `consensus`: which model `fabric.save` saves, where replicas differ. In a single process without a process group nothing is
+    attached, and what is returned does nothing. What is saved and loaded without the model is left to Fabric.
+    """
+    with told_to_all():
+        chosen = check(strategy, consensus)
+        if alone(chosen):
+            return IdleRun(chosen)
+        ddp, mesh = ddp_in(model), getattr(fabric.strategy, "device_mesh", None)
+        if ddp is None and mesh is None:
+            raise ValueError(
+                f"{chosen} needs what fabric.setup(model, optimizer) returns under Fabric(strategy='ddp') or a "
+                f"ModelParallelStrategy; got a {type(model).__name__} without a DistributedDataParallel in it under "
+                f"{type(fabric.strategy).__name__}"
+            )
+    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    islands = {} if mesh is None else {"mesh": mesh, "replicate": "data_parallel"}
+    run = attach_run(
+        _inner(model) if ddp is None else ddp,
+        [_stepped(one) for one in given],
+        chosen,
+        scaler=getattr(fabric.strategy.precision, "scaler", None),
+        check_every=check_every,
+        **islands,
+    )
+    training = Training(run, consensus)
+    training.replace(fabric, "save", lambda save: _Saver(fabric, training, _inner(model), save))
+    training.replace(fabric, "load", lambda load: _Loader(fabric, training, _inner(model), load))
+    return run
+
+
+def _inner(model: Any) -> Any:
+    """The module that was given to Fabric."""
+    return getattr(model, "module", model)
+
+
+def _has(state: Any, module: Any) -> bool:
+    """Whether the module is among what is saved or loaded."""
+    values: Iterable[Any] = state.values() if isinstance(state, dict) else [state]
+    return any(_inner(value) is module for value in values)
+
+
+def _stepped(optimizer: Any) -> Optimizer:
+    """The optimizer whose `step` Fabric calls: its wrapper looks like one, and never steps itself."""
+    inner = vars(optimizer).get("_optimizer") if type(optimizer).__name__.startswith("Fabric") else None
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+class _Saver:
+    """Stands for `Fabric.save`: ranks save their parts, then Fabric saves the model of all."""
+
+    def __init__(self, fabric: Any, training: Training, module: Any, save: Any) -> None:
+        self._fabric, self._training, self._module, self._save = fabric, training, module, save
+
+    def __call__(self, path: str | Path, state: dict[str, Any], filter: Any = None) -> None:  # noqa: A002  # Fabric's name
+        if not _has(state, self._module):
+            self._save(path, state, filter)
+            return
+        path, mark = self._fabric.broadcast(path), None
+        folder = folder_for(path, directory=getattr(self._fabric.strategy, "_save_distributed_checkpoint", False))
+        if folder is not None:
+            mark = self._training.save(folder)
+        else:
+            warn_once(f"{path} is not on a local disk: ranks' own parts are not saved, and a resume will not be exact")
+        with self._training.evaluating():
+            self._save(path, {**state, KEY: {"step": self._training.run.step, "mark": mark}}, filter)
+        if folder is not None and mark is not None:
+            self._training.keep_only(folder, mark)
+
+
+class _Loader:
+    """Stands for `Fabric.load`: Fabric loads the model of all, then each rank goes on from its own part."""
+
+    def __init__(self, fabric: Any, training: Training, module: Any, load: Any) -> None:
+        self._fabric, self._training, self._module, self._load = fabric, training, module, load
+
+    def __call__(self, path: str | Path, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
+        rest: dict[str, Any] = self._load(path, state, strict, **options)
+        if not _has(state, self._module):
+            return rest
+        found = rest.pop(KEY, None)
+        if found is None:  # saved without a strategy
+            self._training.begin()
+            return rest
+        mark = found.get("mark") or NO_PARTS
+        folder = folder_with(self._fabric.broadcast(path), mark)
+        loaded = self._training.resume(folder, mark=mark, step=found.get("step"))
+        if loaded.random is not None:
+            set_random(loaded.random)
+        return rest
