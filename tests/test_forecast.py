@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import laconic
 from laconic.comm.collectives import Traffic
-from laconic.forecast import Exchanges, default_buckets, layer_bytes
+from laconic.forecast import layer_bytes
+from laconic.forecast.exchanges import Exchanges
+from laconic.forecast.prediction import default_buckets
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import Run, layout
 from tests.reducers.every import EVERY, NAMES
@@ -172,7 +174,7 @@ def test_one_exchange_stands_for_all_that_are_alike(reducer: Reducer) -> None:
     ]
     for shapes, dtype, world, step, number in [first, *draw.sample(others, len(others)), first]:
         bucket = {str(place): torch.empty(shape, dtype=dtype, device="meta") for place, shape in enumerate(shapes)}
-        assert shared.cost(bucket, world, step, number) == Exchanges(reducer).cost(bucket, world, step, number)
+        assert shared.of(bucket, world, step, number) == Exchanges(reducer).of(bucket, world, step, number)
 
 
 @pytest.mark.parametrize("text", WARM)

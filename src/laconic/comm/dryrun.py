@@ -1,6 +1,7 @@
 """Exchanges without a network: all ranks in one process, or one rank on meta tensors."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,19 +10,32 @@ from laconic.comm.exchange import Answer, Rounds, check_collective, check_genera
 from laconic.comm.ledger import Ledger
 
 
-def predict(rounds: Rounds[Answer], world: int) -> Traffic:
-    """Count what an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
-    total = Traffic()
+class Round(NamedTuple):
+    """One collective of an exchange, as it will be."""
+
+    kind: str
+    traffic: Traffic
+    world: int
+
+
+def rounds_of(rounds: Rounds[Answer], world: int) -> list[Round]:
+    """What an exchange would send, without sending it. For exchanges over meta tensors: no data, no network."""
+    found: list[Round] = []
     check_generator(rounds)
     try:
         collective = next(rounds)
         while True:
             check_collective(collective)
             if collective.tensor.numel():
-                total += collective.traffic(world)
+                found.append(Round(collective.kind, collective.traffic(world), world))
             collective = rounds.send(collective.blank(world))
     except StopIteration:
-        return total
+        return found
+
+
+def predict(rounds: Rounds[Answer], world: int) -> Traffic:
+    """What all rounds of an exchange would send together."""
+    return sum((each.traffic for each in rounds_of(rounds, world)), Traffic())
 
 
 def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> list[Answer]:

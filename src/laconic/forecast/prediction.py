@@ -1,7 +1,6 @@
 """What a strategy will send, before anything runs."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -11,22 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from laconic._torch.ddp import bucket_assignment
 from laconic._torch.fsdp import is_dtensor, reshard, shard_groups
-from laconic.comm import dryrun
-from laconic.comm.bucket import Bucket
-from laconic.comm.collectives import AllGather, Traffic
-from laconic.comm.exchange import Rounds
-from laconic.comm.flat_tensors import local, unflatten
-from laconic.comm.scopes import AUTO, Scope
-from laconic.local.agenda import Agenda
-from laconic.local.anchors import anchor_dtype
-from laconic.local.fragments import buckets as fragment_buckets
-from laconic.local.fragments import fragments
-from laconic.local.moments import COUNTER
-from laconic.local.parameter_averaging import chunks, mean
+from laconic.comm.collectives import Traffic
+from laconic.comm.flat_tensors import local
+from laconic.forecast.exchanges import Exchanges
+from laconic.forecast.timeline import StepTraffic, Trained, as_anchor, scope_sizes, timeline
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
 from laconic.strategies.parsing import strategy as read
-from laconic.strategies.strategy import Averaging, Strategy
+from laconic.strategies.strategy import Strategy
 
 FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20  # DDP's defaults
 AFTER_WARMUP = 1 << 40  # a step by which every warm-up is over
@@ -119,32 +110,35 @@ def predict(
     count = _cycle(chosen) if steps is None else steps
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
+    cut = (shards, shard)
+    found = timeline_of(chosen, model, world_size=world_size, buckets=buckets, step=step, steps=count, sizes=sizes, cut=cut)
+    total = sum((sent.traffic for one in found for sent in one.exchanges), Traffic())
+    return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
+
+
+def timeline_of(
+    strategy: Strategy,
+    model: nn.Module,
+    *,
+    world_size: int,
+    buckets: Sequence[Sequence[str]] | None = None,
+    step: int = AFTER_WARMUP,
+    steps: int,
+    sizes: Mapping[str, int] | None = None,
+    cut: tuple[int, int] = (1, 0),
+) -> list[StepTraffic]:
+    """Which exchanges leave in which step; arguments as those of `predict`, with `shards` and `shard` in `cut`."""
     module = model.module if isinstance(model, DistributedDataParallel) else model
     whole = trained(module)
     if not whole:
         raise ValueError("the model has no parameters that are trained")
-    named = {name: _shard(parameter, shards, shard) for name, parameter in whole.items()}
-    in_backward = {**named, **_reduced(module, named)}
-    groups = (_sharded_buckets(module, whole) or default_buckets(named)) if buckets is None else buckets
-    unknown = [name for names in groups for name in names if name not in named]
+    own = {name: _shard(parameter, *cut) for name, parameter in whole.items()}
+    groups = (_sharded_buckets(module, whole) or default_buckets(own)) if buckets is None else buckets
+    unknown = [name for names in groups for name in names if name not in own]
     if unknown:
         raise ValueError(f"buckets name parameters that the model doesn't train: {', '.join(unknown)}")
-    known = {"node": world_size, AUTO: 1, "world": world_size, **(sizes or {})}
-    if sizes and "node" in sizes:
-        known[AUTO] = sizes["node"] if sizes["node"] < world_size else 1
-    buffers = dict(module.named_buffers())
-    between = _BetweenSteps(chosen.averaging, whole, named, buffers, known, step) if chosen.averaging else None
-    gradients = Exchanges(chosen.reducer)
-    total = Traffic()
-    for now in range(step, step + count):
-        scope = chosen.route.at(now)
-        size = _size(scope, known)
-        if scope is not None and (size > 1 or scope == "world"):
-            for names in groups:
-                total += gradients.cost({name: in_backward[name] for name in names}, size, now, now)
-        if between is not None:
-            total += between.after(now + 1)
-    return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
+    parts = Trained(whole, own, {**own, **_reduced(module, own)}, dict(module.named_buffers()))
+    return list(timeline(strategy, parts, groups, scope_sizes(world_size, sizes), step, steps))
 
 
 def _cycle(strategy: Strategy) -> int:
@@ -171,11 +165,12 @@ def layer_bytes(strategy: Strategy | str, model: nn.Module, world_size: int) -> 
     if chosen.averaging is not None:
         reducer = chosen.averaging.deltas.reducer if chosen.averaging.deltas else Exact()
     if chosen.averaging is not None and chosen.averaging.deltas is not None:
-        named = {name: _as_anchor(parameter) for name, parameter in named.items()}
+        named = {name: as_anchor(parameter) for name, parameter in named.items()}
     if reducer is None:
         return dict.fromkeys(named, 0)
     exchanges = Exchanges(reducer)
-    return {name: exchanges.cost({name: named[name]}, world_size, AFTER_WARMUP, AFTER_WARMUP).wire_bytes for name in named}
+    sent = {name: exchanges.of({name: named[name]}, world_size, AFTER_WARMUP, AFTER_WARMUP) for name in named}
+    return {name: each.traffic.wire_bytes for name, each in sent.items()}
 
 
 def trained(module: nn.Module) -> dict[str, Tensor]:
@@ -213,132 +208,3 @@ def default_buckets(named: Mapping[str, Tensor]) -> list[list[str]]:
     names = list(named)[::-1]
     limits = [FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES]
     return [[names[index] for index in group] for group in bucket_assignment([named[name] for name in names], limits)]
-
-
-class Exchanges:
-    """What exchanges by one reducer cost; worked out once for all that are alike.
-
-    Bytes depend on the bucket's shapes and dtype, on the world, on which warm-ups are over, and on the place in its cycle
-    where a reducer takes turns: on nothing else. A model repeats its layers, so few exchanges stand for many.
-    """
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer, self._starts = reducer, reducer.changes_at()
-        self._cycle = math.lcm(*(each.exchange_cycle for each in _with_inner(reducer)))
-        self._known: dict[tuple[object, ...], Traffic] = {}
-
-    def cost(self, parameters: Mapping[str, Tensor], world: int, step: int, number: int) -> Traffic:
-        """Of one bucket, in the step after `step` completed ones, as the exchange of this number."""
-        names, like = list(parameters), list(parameters.values())
-        shapes = tuple((tensor.shape, tensor.stride()) for tensor in like)
-        key = (shapes, like[0].dtype, world, number % self._cycle, *(step >= start for start in self._starts))
-        if key not in self._known:
-            flat = _meta(sum(tensor.numel() for tensor in like), like[0].dtype)
-            views, slots = unflatten(flat, like), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
-            bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, exchanges=number)
-            self._known[key] = dryrun.predict(self._reducer.reduce(bucket), world)
-        return self._known[key]
-
-
-class _BetweenSteps:
-    """What is sent between steps: by the agenda that a run goes by, in the buckets and chunks that it sends."""
-
-    def __init__(
-        self,
-        averaging: Averaging,
-        whole: Mapping[str, Tensor],
-        named: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        sizes: Mapping[str, int],
-        step: int,
-    ) -> None:
-        self._averaging, self._named, self._buffers, self._sizes = averaging, named, buffers, sizes
-        self._agenda = Agenda(averaging, step if step > averaging.start else 0)
-        self._syncs = 0
-        self._means: dict[tuple[bool, int], Traffic] = {}  # of buffers or parameters, by the number of ranks
-        self._moments: dict[int, Traffic] = {}  # by how many of each parameter's are averaged at once
-        if averaging.deltas is not None:
-            self._deltas = Exchanges(averaging.deltas.reducer)
-            self._fragments = fragments(whole, averaging.deltas.fragments, averaging.deltas.order)
-
-    def after(self, step: int) -> Traffic:
-        """Sent after `step` completed steps."""
-        return self._sync(step) + self._of_moments(step)
-
-    def _sync(self, step: int) -> Traffic:
-        scope = self._agenda.scope(step)
-        size = _size(scope, self._sizes)
-        if scope is not None and (size > 1 or scope == "world"):
-            self._agenda.synced(step, None)
-            return self._mean(size) + self._of_buffers(size)
-        total = Traffic()
-        for fragment in self._agenda.departures(step):
-            total += self._of_fragment(fragment, step)
-            if fragment == self._agenda.last_fragment:
-                self._agenda.synced(step, None)
-                self._syncs += 1
-                total += self._of_buffers(self._sizes["world"])
-        return total
-
-    def _of_fragment(self, fragment: int, step: int) -> Traffic:
-        total = Traffic()
-        for names in fragment_buckets(self._named, self._fragments[fragment]):
-            bucket = {name: _as_anchor(self._named[name]) for name in names}
-            total += self._deltas.cost(bucket, self._sizes["world"], step, self._syncs)
-        return total
-
-    def _of_moments(self, step: int) -> Traffic:
-        count = len([key for key in self._agenda.moments(step) if key != COUNTER])
-        if count not in self._moments:
-            repeated = {f"{name} {number}": self._named[name] for name in sorted(self._named) for number in range(count)}
-            self._moments[count] = _mean(repeated, self._sizes["world"]) if repeated else Traffic()
-        return self._moments[count]
-
-    def _mean(self, size: int, *, buffers: bool = False) -> Traffic:
-        if (buffers, size) not in self._means:
-            self._means[buffers, size] = _mean(self._buffers if buffers else self._named, size)
-        return self._means[buffers, size]
-
-    def _of_buffers(self, size: int) -> Traffic:
-        match self._averaging.buffers:
-            case "average":
-                return self._mean(size, buffers=True)
-            case "broadcast":
-                flats = [_meta(buffer.numel(), buffer.dtype) for buffer in self._buffers.values()]
-                gathers = [dryrun.predict(_gather(torch.cat(list(chunk))), size) for chunk in chunks(flats)]
-                return sum(gathers, Traffic())
-        return Traffic()
-
-
-def _with_inner(reducer: Reducer) -> list[Reducer]:
-    return [reducer, *(found for part in reducer.inner_reducers() for found in _with_inner(part))]
-
-
-def _size(scope: Scope | None, sizes: Mapping[str, int]) -> int:
-    if scope is None or isinstance(scope, int):
-        return scope or 1
-    if scope not in sizes:
-        raise ValueError(f"how many ranks has {scope!r}? Give sizes={{{scope!r}: ...}}")
-    return sizes[scope]
-
-
-def _mean(tensors: Mapping[str, Tensor], world: int) -> Traffic:
-    flats = [_meta(tensor.numel(), tensor.dtype) for tensor in tensors.values()]
-    sizes = Counter((sum(piece.numel() for piece in chunk), chunk[0].dtype) for chunk in chunks(flats))
-    total = Traffic()
-    for (count, dtype), times in sizes.items():  # nearly all chunks are full ones
-        one = dryrun.predict(mean(_meta(count, dtype), 0, world), world)
-        total += Traffic(times * one.payload_bytes, times * one.wire_bytes, times * one.collectives)
-    return total
-
-
-def _gather(flat: Tensor) -> Rounds[None]:
-    yield AllGather(flat)
-
-
-def _as_anchor(parameter: Tensor) -> Tensor:
-    return _meta(parameter.numel(), anchor_dtype(parameter.dtype)).view(parameter.shape)
-
-
-def _meta(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(count, dtype=dtype, device="meta")
