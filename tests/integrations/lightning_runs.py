@@ -120,8 +120,9 @@ def made(text: str | None, callbacks: Iterable[Any] = (), *, consensus: Any = "m
     """A Trainer over all ranks and its LaconicCallback; without a strategy, Lightning's own and None."""
     hook = LaconicCallback(text, consensus=consensus) if text else None
     callbacks = [*callbacks, *([hook] if hook else [])]
+    world = dist.get_world_size() if dist.is_initialized() else 1
     given: dict[str, Any] = {
-        "accelerator": "cpu", "devices": dist.get_world_size() if dist.is_initialized() else 1, "strategy": "ddp", "max_epochs": 1, "logger": False,
+        "accelerator": "cpu", "devices": world, "strategy": "ddp", "max_epochs": 1, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
         "use_distributed_sampler": False, "enable_checkpointing": any(isinstance(one, ModelCheckpoint) for one in callbacks),
     }  # fmt: skip

@@ -58,7 +58,7 @@ def test_two_optimizers_that_take_turns(turns: int, every: int, steps: int) -> N
             assert outcomes[0]["stats"].syncs == steps // 3
 
 
-def automatic(rank: int, strategy: str | None, **options: Any) -> Any:
+def automatic(rank: int, /, strategy: str | None, **options: Any) -> Any:
     from tests.integrations.lightning_runs import Module, copied, made, numbers
 
     with as_torchrun_starts(rank, 2):
@@ -175,7 +175,7 @@ def test_early_stopping_then_a_test_then_a_second_fit() -> None:
 # Validation
 
 
-def validated(rank: int, strategy: str, consensus: str, **options: Any) -> Any:
+def validated(rank: int, /, strategy: str, consensus: str, **options: Any) -> Any:
     from pytorch_lightning.callbacks import Callback
 
     from tests.integrations.lightning_runs import Module, copied, made, numbers
@@ -220,7 +220,7 @@ def test_what_a_validation_in_mid_period_sees(consensus: str) -> None:
 # Metrics
 
 
-def logged(rank: int, folder: Path, **options: Any) -> Any:
+def logged(rank: int, /, folder: Path, **options: Any) -> Any:
     from pytorch_lightning.loggers import CSVLogger
 
     from tests.integrations.lightning_runs import Gan, Module, made, numbers

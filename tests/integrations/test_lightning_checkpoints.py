@@ -18,6 +18,7 @@ STREAMING = "streaming_diloco(5, fragments=2, delay=2)"
 
 def train(
     rank: int,
+    /,
     folder: Path,
     strategy: str | None,
     save: dict[str, Any] | None = None,
@@ -152,6 +153,33 @@ def test_a_resumed_training_is_the_same_training(strategy: str, moment: str, tmp
     resumes_exactly(tmp_path, strategy, path, save, **options)
 
 
+def taking_turns(rank: int, folder: Path, cut: bool, resume: bool) -> Any:
+    from tests.integrations.lightning_runs import Gan, copied, made, numbers
+
+    class Saves(Gan):
+        def on_train_batch_end(self, _: Any, batch: Any, number: int) -> None:
+            if cut and number == 4:
+                self.trainer.save_checkpoint(folder / "saved.ckpt")  # one of its optimizers is two steps ahead
+            if cut and number == 6:
+                raise KilledError
+
+    with as_torchrun_starts(rank, 2) as said:
+        module = Saves(rank, every=3)
+        trainer, hook = made("streaming_diloco(2, fragments=2, delay=1)", strategy="ddp_find_unused_parameters_true")
+        with suppress(KilledError):
+            trainer.fit(module, numbers(13), ckpt_path=str(folder / "saved.ckpt") if resume else None)
+    return {"weights": copied(module.net), "steps": hook.run.step, "said": said}
+
+
+def test_two_optimizers_that_are_not_in_step_go_on_as_they_were(tmp_path: Path) -> None:
+    whole = ranks(2, taking_turns, tmp_path, False, False)
+    ranks(2, taking_turns, tmp_path, True, False)
+    for mine, other in zip(ranks(2, taking_turns, tmp_path, False, True), whole, strict=True):
+        assert same(mine["weights"], other["weights"])
+        assert mine["steps"] == other["steps"] == 5
+        assert not mine["said"]
+
+
 @pytest.mark.parametrize("save_last", [True, "link"])
 def test_the_last_one_is_found(save_last: Any, tmp_path: Path) -> None:
     resumes_exactly(tmp_path, STREAMING, "last", {"every_n_train_steps": 4, "save_last": save_last})
@@ -200,8 +228,8 @@ def by_own_names(rank: int, folder: Path) -> Any:
             return super().training_step(_, number)
 
     with as_torchrun_starts(rank, 2):
-        save = {"monitor": "mine", "mode": "max", "filename": "{mine:.0f}", "save_top_k": 1, "every_n_train_steps": 1}
-        trainer, _ = made("diloco(4)", [saver(folder, **save)])
+        save = saver(folder, monitor="mine", mode="max", filename="{mine:.0f}", save_top_k=1, every_n_train_steps=1)
+        trainer, _ = made("diloco(4)", [save])
         trainer.fit(Own(rank), numbers(5))
 
 
@@ -258,13 +286,12 @@ def test_one_that_is_on_no_disk_of_ours(tmp_path: Path) -> None:
 
 
 def remote(rank: int, folder: Path) -> Any:
-    import fsspec
+    import fsspec  # type: ignore[import-untyped]
 
     from tests.integrations.lightning_runs import Kill, Module, copied, made, numbers, saver
 
     with as_torchrun_starts(rank, 2) as said:
-        save = {"every_n_train_steps": 4, "filename": "{step}"}
-        trainer, _ = made(STREAMING, [saver("memory://runs", **save), Kill(5)])  # type: ignore[arg-type]
+        trainer, _ = made(STREAMING, [saver("memory://runs", every_n_train_steps=4), Kill(5)])
         with suppress(KilledError):
             trainer.fit(Module(rank), numbers(6))
         contents = trainer.strategy.broadcast(fsspec.open("memory://runs/4.ckpt").open().read() if rank == 0 else None)

@@ -1,14 +1,8 @@
 """Transformers: what the Trainer's users do, and what they do wrong."""
 
-import functools
-import gc
 import os
-import shutil
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,165 +12,25 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import laconic
 from tests.integrations.frameworks import Samples, as_torchrun_starts
+from tests.integrations.transformers_jobs import (
+    LENGTH,
+    OUTSTANDING,
+    WORDS,
+    Job,
+    arguments,
+    interrupt,
+    mean,
+    refused,
+    same,
+    started,
+    tiny,
+    tokens,
+    train,
+    trainer_of,
+    weights_of,
+)
 from tests.live import last_ranks, ranks
-
-OUTSTANDING = "streaming_diloco(8, fragments=2, delay=3)"
-WORDS, LENGTH = 24, 10
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, and what is watched."""
-
-    strategy: str | None = "diloco(8)"
-    kind: str = "laconic"  # "plain": the Trainer itself
-    consensus: Any = "mean"
-    steps: int = 12
-    dropout: float = 0.1
-    options: dict[str, Any] = field(default_factory=dict)  # TrainingArguments
-    resume: Any = None
-    watch: tuple[int, ...] = ()  # steps after which this rank's own weights are kept
-    frozen: bool = False  # all but the last block
-    act: Callable[[Any, int], Any] | None = None  # on the trainer, after each step
-    callbacks: Callable[[], list[Any]] | None = None
-
-
-@dataclass
-class Result:
-    begun: dict[str, Tensor]  # before the first step
-    weights: dict[str, Tensor]
-    history: list[dict[str, Any]]
-    watched: dict[int, dict[str, Tensor]]
-    stats: Any  # after the last step, before the end
-    predicted: Any  # for this model and its buckets
-    state: Any  # the Trainer's
-    said: list[str]
-    acted: dict[int, Any]
-
-    def column(self, name: str) -> list[float]:
-        return [row[name] for row in self.history if name in row]
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def mean(of: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([one[name] for one in of]).mean(0) for name in of[0]}
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    """Without the second name of the embeddings, which a file doesn't have either."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items() if name != "lm_head.weight"}
-
-
-def tokens(count: int, seed: int) -> Samples:
-    """Sentences that count by threes."""
-    starts = torch.randint(0, WORDS, (count,), generator=torch.Generator().manual_seed(seed))
-    rows = [(start + 3 * torch.arange(LENGTH)) % WORDS for start in starts]
-    return Samples([{"input_ids": row, "labels": row.clone()} for row in rows])
-
-
-def tiny(dropout: float = 0.1) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(1)
-    sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
-    model.loss_type = "ForCausalLM"  # GPT-2 leaves it open, and the Trainer counts the first token of a row, too, then
-    return model
-
-
-@functools.cache
-def imported() -> None:
-    """Import what all need. The Trainer collects garbage in each training: it is spared what was just imported."""
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    import laconic.integrations.transformers  # noqa: F401
-
-    gc.collect()
-    gc.freeze()
-
-
-@contextmanager
-def started(rank: int) -> Iterator[list[str]]:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    imported()
-    with as_torchrun_starts(rank, dist.get_world_size()) as said:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._shared_state.clear()
-        yield said
-
-
-def arguments(folder: Path, kind: Any = None, **options: Any) -> Any:
-    from transformers import TrainingArguments
-
-    given = {
-        "output_dir": str(folder), "max_steps": 12, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 8,
-        "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "eval_strategy": "no",
-        "logging_steps": 3, "learning_rate": 1e-2, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return (kind or TrainingArguments)(**{**given, **options})
-
-
-def trainer_of(folder: Path, job: Job, callbacks: list[Any]) -> Any:
-    from transformers import Trainer
-
-    from laconic.integrations.transformers import LaconicTrainer
-
-    model = tiny(job.dropout)
-    if job.frozen:
-        model.requires_grad_(False)
-        model.transformer.h[-1].requires_grad_(True)
-    given = {
-        "model": model, "args": arguments(folder, max_steps=job.steps, **job.options), "callbacks": callbacks,
-        "train_dataset": tokens(40, 0), "eval_dataset": tokens(16, 5),
-    }  # fmt: skip
-    if job.kind == "plain":
-        return Trainer(**given)
-    return LaconicTrainer(strategy=job.strategy, consensus=job.consensus, **given)
-
-
-def train(rank: int, folder: Path, job: Job) -> Result:
-    from transformers import TrainerCallback
-
-    watched: dict[int, dict[str, Tensor]] = {}
-    acted: dict[int, Any] = {}
-    stats = predicted = None
-
-    class Watch(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if -1 not in watched:
-                watched[-1] = weights_of(trainer.model)
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            nonlocal stats, predicted
-            step, run = state.global_step, getattr(trainer, "laconic_run", None)
-            if step in job.watch:
-                watched[step] = weights_of(trainer.model)
-            if job.act is not None:
-                acted[step] = job.act(trainer, step)
-            if step == job.steps and run is not None and job.strategy is not None:  # before the end makes replicas equal
-                stats = run.stats()
-                buckets = run.layout() if stats.exchanges else None
-                predicted = laconic.predict(job.strategy, trainer.model, world_size=2, buckets=buckets, step=0, steps=step)
-
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if job.act is interrupt:
-                trainer.save_model(str(folder / "inside"))
-
-    with started(rank) as said:
-        trainer = trainer_of(folder, job, [Watch(), *(job.callbacks() if job.callbacks else [])])
-        trainer.train(resume_from_checkpoint=job.resume)
-        state = trainer.state
-    return Result(watched.pop(-1), weights_of(trainer.model), state.log_history, watched, stats, predicted, state, said, acted)
-
-
-# Training
 
 
 def test_ddp_is_the_trainers_own_to_the_bit(tmp_path: Path) -> None:
@@ -248,25 +102,6 @@ def test_rows_of_the_log_and_reporters_have_bytes_waits_and_drift(tmp_path: Path
 # In mid-period
 
 
-def interrupt(trainer: Any, step: int) -> Any:
-    """What a user does after step 11: saves, evaluates and predicts. Then what they should have got."""
-    from transformers import GPT2LMHeadModel
-
-    if step != 11:
-        return None
-    trainer.save_model(f"{trainer.args.output_dir}/mine")
-    evaluated = trainer.evaluate()["eval_loss"]
-    nested = trainer.evaluate({"one": trainer.eval_dataset})["eval_one_loss"]
-    predicted = trainer.predict(trainer.eval_dataset)
-    dist.barrier()
-    loaded = GPT2LMHeadModel.from_pretrained(f"{trainer.args.output_dir}/mine").eval()
-    rows = torch.stack([one["input_ids"] for one in trainer.eval_dataset])
-    with torch.no_grad():
-        found = loaded(rows, labels=rows)
-    logits = torch.from_numpy(predicted.predictions)
-    return weights_of(loaded), evaluated, nested, float(found.loss), (logits - found.logits).abs().max().item()
-
-
 @pytest.mark.parametrize("consensus", ["mean", "anchor", pytest.param("local", marks=pytest.mark.soak)])
 def test_what_is_saved_evaluated_and_predicted_in_mid_period(consensus: str, tmp_path: Path) -> None:
     job = Job(consensus=consensus, dropout=0.0, steps=14, watch=(8, 11))
@@ -328,132 +163,7 @@ def test_the_best_model_is_loaded_at_the_end_and_old_checkpoints_go(tmp_path: Pa
         assert len(one.column("eval_loss")) == 3
 
 
-# Checkpoints
-
-
-RESUMED = Job(OUTSTANDING, steps=17, options={
-    "save_strategy": "steps", "save_steps": 5, "gradient_accumulation_steps": 2, "lr_scheduler_type": "linear",
-})  # fmt: skip  # steps 5 and 10 are in mid-period, with an exchange outstanding
-
-
-def stop(trainer: Any, step: int) -> None:
-    trainer.control.should_training_stop = step == 14
-
-
-def kill(trainer: Any, step: int) -> None:
-    if step == 14:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    return ranks(2, train, tmp_path_factory.mktemp("whole"), RESUMED)
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
-    folder = tmp_path_factory.mktemp("stopped")
-    return folder, ranks(2, train, folder, replace(RESUMED, act=stop, watch=(5, 10)))
-
-
-def copied(stopped: tuple[Path, list[Result]], folder: Path) -> Path:
-    shutil.copytree(stopped[0], folder, dirs_exist_ok=True)
-    return folder
-
-
-def test_it_is_in_mid_period(stopped: tuple[Path, list[Result]]) -> None:
-    _, results = stopped
-    assert all(not same(results[0].watched[step], results[1].watched[step]) for step in (5, 10))
-
-
-@pytest.mark.parametrize("checkpoint", [True, "checkpoint-5"])
-def test_a_resumed_training_is_the_same_training(checkpoint: Any, stopped: Any, whole: list[Result], tmp_path: Path) -> None:
-    folder = copied(stopped, tmp_path)
-    job = replace(RESUMED, resume=checkpoint if checkpoint is True else str(folder / checkpoint))
-    for mine, other in zip(ranks(2, train, folder, job), whole, strict=True):
-        assert same(mine.weights, other.weights)
-        assert mine.column("loss")[-1] == other.column("loss")[-1]
-        assert mine.column("learning_rate") == other.column("learning_rate")
-        assert mine.stats.steps == 17
-        assert mine.stats.collectives > other.stats.collectives  # what was outstanding is sent again
-        assert not mine.said
-    assert len(list(folder.glob("checkpoint-10/laconic/*"))) == 1  # what a former save left there is gone
-
-
-def interrupted(rank: int, folder: Path) -> tuple[dict[str, Tensor], int, list[str]]:
-    from transformers import TrainerCallback
-
-    class Interrupt(TrainerCallback):  # type: ignore[misc]
-        again = False
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 13 and not self.again:
-                self.again = True
-                raise KeyboardInterrupt
-
-    with started(rank) as said:
-        trainer = trainer_of(folder, RESUMED, [Interrupt()])
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        trainer.train(resume_from_checkpoint=True)
-        return weights_of(trainer.model), trainer.laconic_run.stats().steps, said
-
-
-def test_an_interrupted_trainer_can_go_on_by_itself(whole: list[Result], tmp_path: Path) -> None:
-    for (weights, steps, said), other in zip(ranks(2, interrupted, tmp_path), whole, strict=True):
-        assert same(weights, other.weights)
-        assert steps == 17
-        assert not said
-
-
-@pytest.mark.parametrize("how", ["without parts", "save_only_model", pytest.param("by the Trainer", marks=pytest.mark.soak)])
-def test_without_the_ranks_own_parts_replicas_are_equal_and_one_rank_warns(how: str, stopped: Any, tmp_path: Path) -> None:
-    expected = None
-    if how == "without parts":
-        folder = copied(stopped, tmp_path)
-        for part in folder.glob("checkpoint-*/laconic"):
-            shutil.rmtree(part)
-        expected = mean([one.watched[10] for one in stopped[1]])
-    else:
-        options = {**RESUMED.options, "save_only_model": how == "save_only_model"}
-        ranks(
-            2, train, tmp_path, replace(RESUMED, steps=10, kind="plain" if how.startswith("by") else "laconic", options=options)
-        )
-        assert not list(tmp_path.glob("checkpoint-*/laconic"))
-        folder = tmp_path
-    first, second = ranks(2, train, folder, replace(RESUMED, resume=True))
-    assert same(first.begun, second.begun)
-    if expected is not None:
-        assert same(first.begun, expected)
-    assert first.stats.steps == second.stats.steps == 17
-    assert len(first.said) == 1
-    assert "without its ranks' own parts" in first.said[0]
-    assert "goes on from step 10" in first.said[0]
-    assert not second.said
-    assert same(first.weights, second.weights)
-
-
-def test_a_torn_part_is_an_error_on_all_ranks(stopped: Any, tmp_path: Path) -> None:
-    folder = copied(stopped, tmp_path)
-    part = next(folder.glob("checkpoint-10/laconic/*/rank-00001-of-00002.pt"))
-    part.write_bytes(part.read_bytes()[:3000])
-    first, second = ranks(2, refused, folder, replace(RESUMED, resume=True))
-    assert "rank 1" in first
-    assert "can't be read" in first
-    assert "can't be read" in second
-
-
 # What is refused
-
-
-def refused(rank: int, folder: Path, job: Job, change: str = "") -> str:
-    with started(rank), pytest.raises(Exception) as found:  # noqa: PT011
-        trainer = trainer_of(folder, job, [])
-        if change:
-            setattr(trainer, change, True)
-        trainer.train(resume_from_checkpoint=job.resume)
-    dist.barrier()  # nobody is left behind in a collective
-    return "\n".join([str(found.value), *getattr(found.value, "__notes__", [])])
 
 
 REFUSED = {
@@ -685,18 +395,6 @@ def test_a_single_process_trains_and_is_told_once_that_nothing_is_attached(tmp_p
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", [1, 3])
-def test_another_number_of_ranks_goes_on(world: int, stopped: Any, tmp_path: Path) -> None:
-    folder = copied(stopped, tmp_path)
-    results = ranks(world, train, folder, replace(RESUMED, resume=str(folder / "checkpoint-10"), steps=12))
-    for one in results:
-        assert same(one.begun, mean([each.watched[10] for each in stopped[1]]))
-        assert one.stats.steps == 12
-        assert not one.said
-        assert same(one.weights, results[0].weights)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["int8()", "diloco(4)"])
 @pytest.mark.parametrize(
     "options", [{"torch_compile": True, "torch_compile_backend": "eager"}, {"neftune_noise_alpha": 0.1}], ids=str
@@ -705,18 +403,6 @@ def test_other_options(strategy: str, options: dict[str, Any], tmp_path: Path) -
     first, second = last_ranks(2, train, tmp_path, Job(strategy, options=options))
     assert same(first.weights, second.weights)
     assert first.stats.wire_bytes == first.predicted.wire_bytes
-
-
-# Ends: these processes are not used again
-
-
-def test_killed_by_the_operating_system_and_resumed_to_the_same_bits(whole: list[Result], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="the process died"):
-        last_ranks(2, train, tmp_path, replace(RESUMED, act=kill))
-    for mine, other in zip(ranks(2, train, tmp_path, replace(RESUMED, resume=True)), whole, strict=True):
-        assert same(mine.weights, other.weights)
-        assert mine.stats.steps == 17
-        assert not mine.said
 
 
 def failing(rank: int, folder: Path, strategy: str) -> tuple[str, float]:

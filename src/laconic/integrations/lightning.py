@@ -27,15 +27,15 @@ from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
 
 if "lightning.pytorch" in sys.modules:
-    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
 else:
     try:
-        from pytorch_lightning import Callback
+        from pytorch_lightning.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
         from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
     except ImportError:
         try:
-            from lightning.pytorch import Callback
+            from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
             from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
         except ImportError as error:
             raise ImportError("laconic.integrations.lightning needs Lightning: pip install 'laconic[lightning]'") from error
@@ -80,7 +80,7 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
         """Refuse what can't work before anything is built."""
         if stage != "fit":
             return
-        self._loaded = {}  # `Trainer.test` loads callbacks, too; of a resume it comes after this
+        self.run, self._loaded = None, {}  # `Trainer.test` may have loaded it; of a resume it comes after this
         others = [one for one in trainer.callbacks if isinstance(one, LaconicCallback)]
         if len(others) > 1:
             given = " and ".join(str(one.strategy) for one in others)
@@ -96,6 +96,12 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
                 f"{self.strategy} needs Trainer(strategy='ddp'), or a ModelParallelStrategy whose islands it averages, got "
                 f"{type(trainer.strategy).__name__}, which communicates in its own way"
             )
+        for one in trainer.callbacks:
+            if isinstance(one, WeightAveraging | StochasticWeightAveraging) and self.strategy.averaging is not None:
+                warn_once(
+                    f"{type(one).__name__} averages over time what each rank has, and the strategy {self.strategy} lets ranks "
+                    "differ: so do its models when training has ended; use the first rank's, which checkpoints hold"
+                )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach, and go on where the checkpoint was saved if there is one."""

@@ -241,7 +241,7 @@ def folder_for(path: str | Path, *, directory: bool) -> Path | None:
     here = _on_disk(path)
     if here is None:
         return None
-    return here / "laconic" if directory and not here.is_file() else here.with_name(f"{here.name}.laconic")
+    return here / "laconic" if directory else here.with_name(f"{here.name}.laconic")
 
 
 def folder_with(path: str | Path, mark: str) -> Path | None:

@@ -175,8 +175,11 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]  # Transformers' classes ar
 class LaconicTrainer(LaconicMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer` by a strategy: `LaconicTrainer(strategy="int8()", model=model, args=args, ...)`.
 
-    `TrainingArguments` stay as they are. `evaluate`, `predict`, `save_model` and checkpoints use the model of all ranks.
-    `resume_from_checkpoint` resumes to the same bits: each `checkpoint-N` has a folder `laconic` with a file a rank. Rows of
-    the log have `laconic/wire_bytes`, `laconic/wait_seconds` (a step) and `laconic/drift`, so all reporters show them. See
-    `LaconicMixin` for the arguments, and for other Trainers.
+    `TrainingArguments` stay as they are. (One means less: `average_tokens_across_devices`, a collective in each step, is for
+    the steps in which all ranks average their gradients. In the others, a rank divides its loss by its own tokens.)
+
+    `evaluate`, `predict`, `save_model` and checkpoints use the model of all ranks. `resume_from_checkpoint` resumes to the same
+    bits: each `checkpoint-N` has a folder `laconic` with a file a rank. Rows of the log have `laconic/wire_bytes`,
+    `laconic/wait_seconds` (a step) and `laconic/drift`, so all reporters show them. See `LaconicMixin` for the arguments, and
+    for other Trainers.
     """
