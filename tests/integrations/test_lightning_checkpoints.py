@@ -197,7 +197,9 @@ def test_a_name_that_was_a_link_leaves_the_parts_of_the_other_alone(tmp_path: Pa
     whole = ranks(2, train, tmp_path / "whole", STREAMING, given)
     ranks(2, train, tmp_path / "cut", STREAMING, given, kill=9)
     assert (tmp_path / "cut/last.ckpt").resolve().name == "8.ckpt"
-    ranks(2, train, tmp_path / "cut", STREAMING, resume="4.ckpt", kill=7, after="last.ckpt")  # by somebody else
+    other = {"filename": "last", "every_n_train_steps": 6, "enable_version_counter": False}
+    ranks(2, train, tmp_path / "cut", STREAMING, other, resume="4.ckpt", kill=7)
+    assert not (tmp_path / "cut/last.ckpt").is_symlink()
     resumed = ranks(2, train, tmp_path / "cut", STREAMING, given, resume="8.ckpt")
     assert same(resumed[0]["weights"], whole[0]["weights"])
     assert not resumed[0]["said"]

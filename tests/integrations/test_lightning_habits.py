@@ -225,6 +225,7 @@ def calm(rank: int, folder: Path, strategy: str) -> str:
         return fit(rank, folder, strategy, [])
 
 
+@pytest.mark.soak
 def test_a_process_that_is_killed(tmp_path: Path) -> None:
     """In mid-step, with an exchange outstanding: torchrun starts all of them anew, and they end with the same bits."""
     first, second = ranks(2, calm, tmp_path / "calm", STREAMING)

@@ -130,10 +130,14 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
             return
         set_random(loaded.random)
         # The loader's iterator is there already, and has drawn a seed. In the middle of an epoch, the one that it replaces had
-        # been there when the checkpoint was saved. After an epoch, the next one's is made anew, from generators as they were.
+        # been there when the checkpoint was saved. After an epoch, the next one's is made anew, from generators as they were,
+        # and for the next epoch: Lightning says so to samplers afterwards, when a loader's workers have the first batches.
         progress, fetcher = trainer.fit_loop.epoch_progress.current, trainer.fit_loop._data_fetcher
-        resumable = any(hasattr(loader, "load_state_dict") for loader in fetcher.combined_loader.flattened)
-        if 0 < progress.ready == progress.processed and not resumable:
+        loaders = fetcher.combined_loader.flattened
+        if 0 < progress.ready == progress.processed and not any(hasattr(loader, "load_state_dict") for loader in loaders):
+            for loader in loaders:
+                for holder in (loader, getattr(loader, "batch_sampler", None)):
+                    getattr(getattr(holder, "sampler", None), "set_epoch", _nothing)(progress.processed)
             iter(fetcher)
 
     # Training
@@ -250,5 +254,5 @@ def _leave_sigterm_to_each_rank(training: Training, trainer: Any) -> None:
     training.replace(loop, "_broadcast_sigterm_tensor", lambda _: _nothing)
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     pass
