@@ -166,7 +166,6 @@ def measure(rank: int, framework: str, strategy: str, folder: str) -> tuple[dict
 
     seconds: dict[str, list[float]] = {OURS: [], BY_HAND: []}
     own = 0.0
-    stepped, metrics = Training.stepped, Training.metrics
 
     def timed(method: Callable[[Training], Any]) -> Callable[[Training], Any]:
         def call(self: Training) -> Any:
@@ -183,11 +182,14 @@ def measure(rank: int, framework: str, strategy: str, folder: str) -> tuple[dict
             for name in (OURS, BY_HAND) if repeat % 2 else (BY_HAND, OURS):
                 dist.barrier()
                 seconds[name].append(FITS[framework](strategy, name == OURS, folder))
-        Training.stepped, Training.metrics = timed(stepped), timed(metrics)  # type: ignore[method-assign]
+        methods = {"stepped": Training.stepped, "metrics": Training.metrics}
+        for name, method in methods.items():
+            setattr(Training, name, timed(method))
         try:
             FITS[framework](strategy, True, folder)
         finally:
-            Training.stepped, Training.metrics = stepped, metrics  # type: ignore[method-assign]
+            for name, method in methods.items():
+                setattr(Training, name, method)
     return {name: Timing(found) for name, found in seconds.items()}, own / STEPS
 
 

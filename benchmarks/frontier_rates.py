@@ -9,8 +9,8 @@ from rich.console import Console
 import laconic
 from benchmarks.frontier import SMALL_BATCH, with_adam
 from benchmarks.harness import report
+from laconic.cost.link import parse
 from laconic.lab.compare import Comparison, begin, compare
-from laconic.lab.link import parse
 from laconic.report.live_comparison import Board
 from laconic.report.summary import BASE, LIMIT, Row, rows
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from benchmarks import harness, peers
 from benchmarks.harness import Ratio, report
-from laconic.lab.link import parse, sent_bytes, start
+from laconic.cost.link import parse
+from laconic.lab.link import sent_bytes, start
 from laconic.lab.tasks import BytesGPT
 from laconic.report.summary import seconds_to
 

@@ -19,7 +19,8 @@ import laconic
 from benchmarks.harness import report
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
 from laconic.comm.group import TorchGroup
-from laconic.lab.link import Link, sent_bytes, start
+from laconic.cost.link import Link
+from laconic.lab.link import sent_bytes, start
 from laconic.lab.tasks import BytesGPT
 
 HOSTS, RATE = 4, 100_000_000

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.harness import Timing, median_error, ratio, report
-from laconic.lab.link import Link, parse, sent_bytes, start
+from laconic.cost.link import Link, parse
+from laconic.lab.link import sent_bytes, start
 from laconic.lab.tasks import BytesGPT
 
 HOSTS, ROUNDS, SIZE = 4, 6, "1m"

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness import report
-from laconic.lab.link import Link, start
+from laconic.cost.link import Link
+from laconic.lab.link import start
 from laconic.report.summary import seconds_to
 
 SCRIPT = Path(__file__).parents[1] / "examples/gpt.py"

@@ -19,8 +19,9 @@ from benchmarks.harness import Ratio, Timing, ratio, report
 from benchmarks.peers import Trainee
 from benchmarks.rates import block, row
 from benchmarks.sharded_step import sharded
+from laconic.cost.link import Link, parse
 from laconic.lab.islands import island_mesh
-from laconic.lab.link import Link, parse, start
+from laconic.lab.link import start
 from laconic.lab.tasks import BytesGPT
 from laconic.run.run import Run
 

@@ -6,6 +6,7 @@ the whole pool.
 """
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -22,7 +23,10 @@ Extra = ParamSpec("Extra")
 Result = TypeVar("Result")
 
 # What ranks need and what takes long. All of it can be forked: none starts a thread when it is imported.
-PRELOADED = ["torch", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "hypothesis", "laconic.run"]
+PRELOADED = [
+    "torch", "torch.distributed.checkpoint", "torch._dynamo", "pytest", "hypothesis", "laconic.run", "pytorch_lightning",
+    "transformers.trainer",
+]  # fmt: skip
 GROUP_TIMEOUT = timedelta(seconds=90)
 POLL_SECONDS = 1.0  # of the ranks here: tests of peers that are gone wait for it
 
@@ -39,6 +43,7 @@ def _serve(pipe: Connection) -> None:
 
     from laconic.comm import group as polling
 
+    gc.freeze()  # what was imported is never garbage, and some frameworks collect often
     torch.set_num_threads(1)
     polling.POLL_SECONDS = POLL_SECONDS
     while True:

@@ -22,7 +22,8 @@ from laconic.cli import app
 from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.dryrun import simulate
 from laconic.comm.inspection import Inspector
-from laconic.lab.link import Link, start
+from laconic.cost.link import Link
+from laconic.lab.link import start
 from laconic.meter import JsonLines
 from laconic.report import meter_records as runs
 from laconic.report import run_page

@@ -104,9 +104,9 @@ def _compare(
     resume: bool,
 ) -> None:
     import laconic
+    from laconic.cost.link import parse
     from laconic.lab import tasks
     from laconic.lab.compare import Comparison, begin, compare, resumed, stopped
-    from laconic.lab.link import parse
     from laconic.report import comparison_records as records
     from laconic.report import page, terminal
     from laconic.report.live_comparison import Board
@@ -201,7 +201,7 @@ def run_(
     """
     from functools import partial
 
-    from laconic.lab.link import parse
+    from laconic.cost.link import parse
     from laconic.lab.rehearsal import rehearse
     from laconic.script.launch import launch
 

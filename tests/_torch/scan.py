@@ -7,6 +7,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "src" / "laconic"
 DOOR = "_torch/"  # the one package that may use them
+FRAMEWORKS_DOOR = "integrations/private_parts.py"  # the one file that may use those of Lightning and Accelerate
 
 
 _tree = cache(ast.parse)

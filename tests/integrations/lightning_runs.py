@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from laconic.integrations.lightning import LaconicCallback
 from tests.integrations.frameworks import KilledError, Net, batch, optimizer_of
@@ -31,10 +31,12 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         super().__init__()
         self.net, self.rank = Net(dropout), rank
         self.losses: list[float] = []
+        self.fed: list[int] = []  # what the loader gave
         self.seen: list[Weights] = []  # by validation
         self.tested: list[Weights] = []
 
-    def training_step(self, _: Any, number: int) -> Tensor:
+    def training_step(self, item: Any, number: int) -> Tensor:
+        self.fed.append(int(item))
         loss: Tensor = self.net(**batch(self.rank, 100 * self.current_epoch + number))["loss"]
         self.losses.append(float(loss))
         return loss
@@ -131,6 +133,20 @@ def made(text: str | None, callbacks: Iterable[Any] = (), *, consensus: Any = "m
 
 def numbers(batches: int) -> Any:
     return DataLoader(range(batches), batch_size=1)  # type: ignore[arg-type]  # a range is a dataset
+
+
+class Eager:
+    """A loader that asks its sampler for an epoch when its iterator is made, as one with workers does."""
+
+    def __init__(self, batches: int) -> None:
+        self.sampler: Any = DistributedSampler(range(batches), 1, 0)  # type: ignore[arg-type]  # as above
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Any:
+        torch.rand(1)  # a seed for its workers
+        return iter(list(self.sampler))
 
 
 def saver(folder: Path | str, last: str = "last", **options: Any) -> Any:

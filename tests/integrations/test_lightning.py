@@ -69,7 +69,7 @@ def automatic(rank: int, /, strategy: str | None, **options: Any) -> Any:
     return {"weights": copied(module.net), "losses": module.losses, "stats": hook and hook.run.stats()}
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", ["norm", pytest.param("value", marks=pytest.mark.soak)])
 def test_clipping_and_accumulation_are_lightnings_own(algorithm: str) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": 4}
     plain, ours = ranks(2, automatic, None, **options), ranks(2, automatic, "ddp()", **options)

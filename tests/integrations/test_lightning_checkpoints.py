@@ -14,6 +14,7 @@ from tests.integrations.test_lightning import EF, Weights, mean, same
 from tests.live import ranks
 
 STREAMING = "streaming_diloco(5, fragments=2, delay=2)"
+both = pytest.mark.parametrize("strategy", [STREAMING, pytest.param(EF, marks=pytest.mark.soak)])
 
 
 def train(
@@ -27,10 +28,11 @@ def train(
     resume: str | None = None,
     consensus: str = "mean",
     after: str | None = None,
+    eager: bool = False,
     **options: Any,
 ) -> Any:
     """Two epochs of 6 batches; `save`: what a ModelCheckpoint is given; `after`: what is saved when the training is over."""
-    from tests.integrations.lightning_runs import Kill, Look, Module, copied, made, numbers, saver
+    from tests.integrations.lightning_runs import Eager, Kill, Look, Module, copied, made, numbers, saver
 
     with as_torchrun_starts(rank, dist.get_world_size()) as said:
         module, look = Module(rank, 0.3), Look()
@@ -39,11 +41,12 @@ def train(
         torch.manual_seed(rank)
         path = resume if resume is None or "://" in resume or resume == "last" else str(folder / resume)
         with suppress(KilledError):
-            trainer.fit(module, numbers(6), numbers(1), ckpt_path=path)
+            trainer.fit(module, Eager(6) if eager else numbers(6), numbers(1), ckpt_path=path)
         if after is not None:
             trainer.save_checkpoint(folder / after)
     stats = hook.run.stats() if hook is not None and hook.run is not None else None
-    return {"weights": copied(module.net), "own": look.own, "seen": module.seen, "stats": stats, "said": said}
+    outcome = {"weights": copied(module.net), "own": look.own, "seen": module.seen, "fed": module.fed}
+    return {**outcome, "stats": stats, "said": said}
 
 
 def saved(path: Path) -> Weights:
@@ -62,7 +65,8 @@ def resumes_exactly(folder: Path, strategy: str, path: str, *given: Any, whole: 
     resumed = ranks(2, train, folder / "cut", strategy, *given, resume=path, **options)
     for mine, other in zip(resumed, whole, strict=True):
         assert same(mine["weights"], other["weights"])
-        assert len(mine["own"]) < 12
+        assert len(mine["fed"]) < 12
+        assert len(mine["fed"]) != 6 or mine["fed"] == other["fed"][6:]  # in mid-epoch, a loader is begun anew by Lightning
         assert not mine["said"]
         assert mine["stats"].steps == other["stats"].steps == 12
         assert mine["stats"].exchanges == other["stats"].exchanges
@@ -85,7 +89,7 @@ def test_the_file_holds_the_model_to_use(consensus: str, tmp_path: Path) -> None
             assert same(found, mean(replicas) if consensus == "mean" else replicas[0])
 
 
-@pytest.mark.parametrize("strategy", [EF, STREAMING])
+@both
 def test_a_training_without_the_callback_can_use_it(strategy: str, tmp_path: Path) -> None:
     """And the other way round, without a warning: there is nothing to lose."""
     ranks(2, train, tmp_path, strategy, {"every_n_train_steps": 4}, kill=9)
@@ -133,6 +137,7 @@ def test_a_module_saves_in_the_middle_of_a_validation(tmp_path: Path) -> None:
 MOMENTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mid-epoch": ("8.ckpt", {"every_n_train_steps": 4}, {}),
     "epoch": ("6.ckpt", {}, {}),
+    "epoch, shuffled": ("6.ckpt", {}, {"eager": True}),
     "epoch, validated": ("6.ckpt", {}, {"limit_val_batches": 1}),
     "validation": ("6.ckpt", {"save_on_train_epoch_end": False}, {"limit_val_batches": 1}),
     "last batch": ("6.ckpt", {"every_n_train_steps": 3}, {}),
@@ -140,13 +145,11 @@ MOMENTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "validation in mid-epoch": ("9.ckpt", {"monitor": "held_out"}, {"limit_val_batches": 1, "val_check_interval": 3}),
     "before it": ("9.ckpt", {"every_n_train_steps": 3}, {"limit_val_batches": 1, "val_check_interval": 3}),
 }
-SHORT = ["mid-epoch", "epoch", "validation"]
+SHORT = [(STREAMING, "mid-epoch"), (STREAMING, "epoch"), (EF, "epoch, shuffled"), (EF, "validation")]
+LONG = [(strategy, moment) for strategy in (STREAMING, EF) for moment in MOMENTS if (strategy, moment) not in SHORT]
 
 
-@pytest.mark.parametrize(
-    "moment", [*SHORT, *(pytest.param(one, marks=pytest.mark.soak) for one in MOMENTS if one not in SHORT)]
-)
-@pytest.mark.parametrize("strategy", [EF, STREAMING])
+@pytest.mark.parametrize(("strategy", "moment"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.soak) for one in LONG)])
 def test_a_resumed_training_is_the_same_training(strategy: str, moment: str, tmp_path: Path) -> None:
     """Dropout included: generators are where they were when the next batch begins, whenever it was saved."""
     path, save, options = MOMENTS[moment]
@@ -180,7 +183,7 @@ def test_two_optimizers_that_are_not_in_step_go_on_as_they_were(tmp_path: Path) 
         assert not mine["said"]
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("save_last", ["link", pytest.param(True, marks=pytest.mark.soak)])
 def test_the_last_one_is_found(save_last: Any, tmp_path: Path) -> None:
     resumes_exactly(tmp_path, STREAMING, "last", {"every_n_train_steps": 4, "save_last": save_last})
     assert (tmp_path / "cut/last.ckpt").is_symlink() == (save_last == "link")
@@ -262,7 +265,7 @@ def lost(outcomes: list[Any], step: int) -> None:
         assert same(one["weights"], first["weights"])
 
 
-@pytest.mark.parametrize("strategy", [EF, STREAMING])
+@both
 def test_parts_that_were_deleted(strategy: str, tmp_path: Path) -> None:
     ranks(2, train, tmp_path, strategy, {"every_n_train_steps": 4}, kill=9)
     shutil.rmtree(tmp_path / "8.ckpt.laconic")
@@ -326,7 +329,7 @@ def test_a_part_that_is_not_whole_or_not_ours_is_an_error_on_all_ranks(how: str,
     assert "8.ckpt.laconic can't be read" in second
 
 
-@pytest.mark.parametrize("strategy", [EF, STREAMING])
+@both
 def test_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
     ranks(2, train, tmp_path, strategy, {"every_n_train_steps": 4}, kill=9)
     outcomes = ranks(3, train, tmp_path, strategy, resume="8.ckpt")
@@ -334,4 +337,3 @@ def test_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
         assert same(one["weights"], outcomes[0]["weights"])
         assert one["stats"].steps == 12
         assert not one["said"]
-    assert ranks(3, train, tmp_path, strategy, resume="8.ckpt")[0]["weights"].keys() == outcomes[0]["weights"].keys()

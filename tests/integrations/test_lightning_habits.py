@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -157,6 +158,42 @@ def test_other_ways_to_write_a_path_and_a_file(path: str, tmp_path: Path) -> Non
     assert equal(resumed)
     assert len(resumed[0]["own"]) == 5
     for mine, other in zip(resumed, cut, strict=True):
+        assert same(mine["own"][0], other["own"][5])
+        assert not mine["said"]
+
+
+def apart(rank: int, folder: Path, resume: bool) -> Any:
+    from tests.integrations.lightning_runs import Kill, Look, Module, copied, made, numbers
+
+    class Saves(Module):
+        def on_train_batch_end(self, _: Any, batch: Any, number: int) -> None:
+            if number in (2, 4):
+                self.trainer.save_checkpoint(f"{number}.ckpt")
+            if number == 5:
+                self.trainer.strategy.remove_checkpoint("2.ckpt")
+
+    before, own = os.getcwd(), folder / str(rank)
+    own.mkdir(exist_ok=True)
+    os.chdir(own)
+    try:
+        with as_torchrun_starts(rank, 2) as said:
+            module, look = Saves(rank), Look()
+            trainer, _ = made(STREAMING, [look, Kill(None if resume else 7)])
+            torch.manual_seed(rank)
+            with suppress(KilledError):
+                trainer.fit(module, numbers(10), ckpt_path="4.ckpt" if resume else None)
+    finally:
+        os.chdir(before)
+    return {"weights": copied(module.net), "own": look.own, "said": said}
+
+
+def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    """The first rank's has Lightning's file, each has its own part; both go when the checkpoint is removed."""
+    cut = ranks(2, apart, tmp_path, False)
+    assert (names(tmp_path / "0"), names(tmp_path / "1")) == (["4.ckpt", "4.ckpt.laconic"], ["4.ckpt.laconic"])
+    assert len(list((tmp_path / "1").glob("4.ckpt.laconic/*/*"))) == 1
+    shutil.copy(tmp_path / "0/4.ckpt", tmp_path / "1/4.ckpt")
+    for mine, other in zip(ranks(2, apart, tmp_path, True), cut, strict=True):
         assert same(mine["own"][0], other["own"][5])
         assert not mine["said"]
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 from laconic.cli import app
+from laconic.cost.link import Link
 from laconic.lab import tasks, worker
 from laconic.lab.compare import Comparison, _record, begin, resumed
 from laconic.lab.islands import island_mesh
-from laconic.lab.link import Link
 from laconic.lab.step_time import FACTORS
 from laconic.lab.template import TEMPLATE
 from laconic.report import page, terminal

@@ -9,7 +9,8 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from laconic.lab.link import FASTEST, SLOWEST, Link, parse, refusal, start
+from laconic.cost.link import FASTEST, SLOWEST, Link, parse
+from laconic.lab.link import refusal, start
 
 LIMITED = Link(20_000_000)
 missing = refusal(LIMITED)
@@ -202,6 +203,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.soak
 @needs_link
 def test_what_workers_of_one_host_send_each_other_is_not_on_its_cable() -> None:
     output, code = run(INSIDE, 2, LIMITED, per_host=2)
@@ -239,7 +241,7 @@ def with_mark(mark: str) -> list[str]:
 def test_nothing_outlives_a_parent_that_is_killed(link: Link, per_host: int) -> None:
     mark = f"mark{os.getpid()}{link.bits_per_second or 0}_{per_host}"
     code = (
-        "import os, sys, time\nfrom laconic.lab.link import Link, start\n"
+        "import os, sys, time\nfrom laconic.cost.link import Link\nfrom laconic.lab.link import start\n"
         f"process = start([sys.executable, '-c', 'import time; {mark} = 1; time.sleep(100)'], {2 // per_host}, "
         f"Link({link.bits_per_second}), os.environ, per_host={per_host})\nprint('up', flush=True)\ntime.sleep(100)"
     )
@@ -277,7 +279,7 @@ needs_user_namespaces = pytest.mark.skipif(
 @needs_user_namespaces
 def test_an_ordinary_user_has_links_too() -> None:
     code = (
-        "import os, sys\nfrom laconic.lab.link import Link, refusal, start\n"
+        "import os, sys\nfrom laconic.cost.link import Link\nfrom laconic.lab.link import refusal, start\n"
         "print(os.geteuid(), refusal(Link(20_000_000)))\n"
         f"process = start([sys.executable, '-c', {SEND!r}], 2, Link(20_000_000), os.environ)\n"
         "print(process.communicate()[0], process.returncode)\n"
@@ -295,7 +297,7 @@ def test_an_ordinary_user_has_links_too() -> None:
 
 @needs_user_namespaces
 def test_where_namespaces_are_switched_off_that_is_said() -> None:
-    code = "from laconic.lab.link import Link, refusal\nprint(refusal(Link(20_000_000)))"
+    code = "from laconic.cost.link import Link\nfrom laconic.lab.link import refusal\nprint(refusal(Link(20_000_000)))"
     done = subprocess.run([*LOCKED_DOWN, sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "can't be had here" in done.stdout, done.stdout + done.stderr
     assert "max_net_namespaces" in done.stdout

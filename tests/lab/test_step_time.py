@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.link import FRAMING, bounds, measure
+from laconic.cost.link import Link
 from laconic.lab.compare import Comparison, begin, train
-from laconic.lab.link import Link
 from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
 from laconic.report.live_comparison import Board
 from tests.lab.test_link import needs_link

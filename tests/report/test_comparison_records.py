@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from laconic.cost.link import Link
 from laconic.lab.compare import Comparison, begin, compare, resumed, settle_seconds, stopped
-from laconic.lab.link import Link
 from laconic.lab.workers import _explained
 from laconic.report import comparison_records as records
 from laconic.report import page

@@ -56,6 +56,7 @@ def test_a_strategy_trains_the_script(name: str, strategy: str, tmp_path: Path, 
     assert equal(found)
 
 
+@pytest.mark.soak
 def test_accelerate_launch(tmp_path: Path) -> None:
     # On a machine without a GPU, `accelerate launch` starts several processes only if it is told that there are GPUs.
     how = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
@@ -67,7 +68,8 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     assert equal(found)
 
 
-@pytest.mark.parametrize("own", ["ddp", pytest.param("ddp_spawn", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("own", ["ddp", "ddp_spawn"])
 def test_processes_that_lightning_starts_itself(own: str, tmp_path: Path) -> None:
     done = by_launcher([str(SCRIPTS / "lightning_fit.py"), str(tmp_path), own, "auto"])
     assert done.returncode == 0, done.stderr

@@ -24,16 +24,12 @@ def run(strategy: str, kind: str, folder: Path, *more: str) -> "subprocess.Compl
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=180)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("strategy", "kind", "said"),
     [
         ("diloco(4)", "none", "fully_shard is given 2 islands of 2 ranks, where the script shards over all 4"),
-        pytest.param(
-            "int8()",
-            "hsdp",
-            "the script's mesh is taken for 2 islands of 2: torch no longer averages gradients between them",
-            marks=pytest.mark.soak,
-        ),
+        ("int8()", "hsdp", "the script's mesh is taken for 2 islands of 2: torch no longer averages gradients between them"),
     ],
 )
 def test_a_script_as_it_is(strategy: str, kind: str, said: str, tmp_path: Path) -> None:

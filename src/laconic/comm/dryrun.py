@@ -1,12 +1,13 @@
 """Exchanges without a network: all ranks in one process, or one rank on meta tensors."""
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from laconic.comm.collectives import Collective, Traffic
-from laconic.comm.exchange import Answer, Rounds, check_collective, check_generator
+from laconic.comm.exchange import Answer, Reduced, Rounds, check_collective, check_generator
 from laconic.comm.ledger import Ledger
 
 
@@ -16,6 +17,11 @@ class Round(NamedTuple):
     kind: str
     traffic: Traffic
     world: int
+
+    @property
+    def wire_bytes(self) -> int:
+        """What it puts on a rank's cable."""
+        return self.traffic.wire_bytes
 
 
 def rounds_of(rounds: Rounds[Answer], world: int) -> list[Round]:
@@ -31,6 +37,29 @@ def rounds_of(rounds: Rounds[Answer], world: int) -> list[Round]:
             collective = rounds.send(collective.blank(world))
     except StopIteration:
         return found
+
+
+def work_of(rounds: Rounds[Answer], world: int) -> list[float]:
+    """The seconds that a rank works on an exchange before each of its rounds, and after the last; real tensors, no network.
+
+    What comes back from the others is blank. How long it takes to decode does not depend on it.
+    """
+    found: list[float] = []
+    began = time.perf_counter()
+    try:
+        collective = next(rounds)
+        while True:
+            found.append(time.perf_counter() - began)
+            answer = collective.blank(world)
+            if answer is not collective.tensor:
+                answer.zero_()
+            began = time.perf_counter()
+            collective = rounds.send(answer)
+    except StopIteration as stop:
+        if isinstance(stop.value, Reduced):
+            stop.value.finish()
+        found.append(time.perf_counter() - began)
+    return found
 
 
 def predict(rounds: Rounds[Answer], world: int) -> Traffic:

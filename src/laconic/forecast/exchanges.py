@@ -23,7 +23,12 @@ class Sent:
     """One exchange: its rounds, in order, and how many numbers it averages."""
 
     rounds: tuple[Round, ...]
-    numbers: int
+    like: tuple[torch.Size, ...]  # the shapes of what it averages
+
+    @property
+    def numbers(self) -> int:
+        """So many are averaged."""
+        return sum(shape.numel() for shape in self.like)
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -52,7 +57,8 @@ class Exchanges:
             flat = meta(sum(tensor.numel() for tensor in like), like[0].dtype)
             views, slots = unflatten(flat, like), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]
             bucket = Bucket(flat, views, names, slots, rank=0, world=world, step=step, exchanges=number)
-            self._known[key] = Sent(tuple(dryrun.rounds_of(self._reducer.reduce(bucket), world)), flat.numel())
+            rounds = dryrun.rounds_of(self._reducer.reduce(bucket), world)
+            self._known[key] = Sent(tuple(rounds), tuple(tensor.shape for tensor in like))
         return self._known[key]
 
 
@@ -62,7 +68,8 @@ def means(tensors: Iterable[Tensor], world: int) -> Iterator[Sent]:
     for chunk in chunks([meta(tensor.numel(), tensor.dtype) for tensor in tensors]):
         key = sum(piece.numel() for piece in chunk), chunk[0].dtype
         if key not in known:
-            known[key] = Sent(tuple(dryrun.rounds_of(mean(meta(*key), 0, world), world)), key[0])
+            flat = meta(*key)
+            known[key] = Sent(tuple(dryrun.rounds_of(mean(flat, 0, world), world)), (flat.shape,))
         yield known[key]
 
 
@@ -70,7 +77,7 @@ def gathers(tensors: Iterable[Tensor], world: int) -> Iterator[Sent]:
     """The exchanges, chunk by chunk, by which tensors are replaced by the first rank's."""
     for chunk in chunks([meta(tensor.numel(), tensor.dtype) for tensor in tensors]):
         flat = torch.cat(list(chunk))
-        yield Sent(tuple(dryrun.rounds_of(_gather(flat), world)), flat.numel())
+        yield Sent(tuple(dryrun.rounds_of(_gather(flat), world)), (flat.shape,))
 
 
 def meta(count: int, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.integrations.private_parts import prepared_models, prepared_optimizers
 from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, remove, told_to_all
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
@@ -116,10 +117,10 @@ class _Checkpoints:
 def _name(accelerator: Accelerator, model: torch.nn.Module) -> str:
     """A folder a model, numbered as Accelerate numbers its files: two runs of one accelerator are saved at once.
 
-    Accelerate has no public list of its models. It keeps what it was given, which is inside of what it returned.
+    Accelerate keeps what it was given, which is inside of what it returned.
     """
     parts = {id(part) for part in model.modules()}
-    place = next((place for place, one in enumerate(accelerator._models) if id(one) in parts), 0)
+    place = next((place for place, one in enumerate(prepared_models(accelerator)) if id(one) in parts), 0)
     return FOLDER if place == 0 else f"{FOLDER}_{place}"
 
 
@@ -174,11 +175,11 @@ class LocalSGD:
         self.run.__exit__(kind, error, trace)
 
     def _prepared(self) -> list[Any]:
-        """The optimizers over the model that the accelerator has prepared; it has no public list of them."""
+        """The optimizers over the model that the accelerator has prepared."""
         ours = {id(parameter) for parameter in self.model.parameters()}
         found = [
             one
-            for one in self.accelerator._optimizers
+            for one in prepared_optimizers(self.accelerator)
             if any(id(parameter) in ours for group in one.param_groups for parameter in group["params"])
         ]
         if not found:

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from laconic.checkpoint.contents import set_random
+from laconic.integrations.private_parts import saves_directories
 from laconic.integrations.training import (
     NO_PARTS,
     Consensus,
@@ -58,11 +57,10 @@ def attach(
                 f"ModelParallelStrategy; got a {type(model).__name__} without a DistributedDataParallel in it under "
                 f"{type(fabric.strategy).__name__}"
             )
-    given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
     islands = {} if mesh is None else {"mesh": mesh, "replicate": "data_parallel"}
     run = attach_run(
         _inner(model) if ddp is None else ddp,
-        [_stepped(one) for one in given],
+        optimizer,
         chosen,
         scaler=getattr(fabric.strategy.precision, "scaler", None),
         check_every=check_every,
@@ -85,12 +83,6 @@ def _has(state: Any, module: Any) -> bool:
     return any(_inner(value) is module for value in values)
 
 
-def _stepped(optimizer: Any) -> Optimizer:
-    """The optimizer whose `step` Fabric calls: its wrapper looks like one, and never steps itself."""
-    inner = vars(optimizer).get("_optimizer") if type(optimizer).__name__.startswith("Fabric") else None
-    return inner if isinstance(inner, Optimizer) else optimizer
-
-
 class _Saver:
     """Stands for `Fabric.save`: ranks save their parts, then Fabric saves the model of all."""
 
@@ -102,7 +94,7 @@ class _Saver:
             self._save(path, state, filter)
             return
         path, mark = self._fabric.broadcast(path), None
-        folder = folder_for(path, directory=getattr(self._fabric.strategy, "_save_distributed_checkpoint", False))
+        folder = folder_for(path, directory=saves_directories(self._fabric.strategy))
         if folder is not None:
             mark = self._training.save(folder)
         else:

@@ -3,7 +3,6 @@
 Works with `lightning` and with `pytorch_lightning`.
 """
 
-import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,14 @@ from typing import Any
 
 from laconic.checkpoint.contents import set_random
 from laconic.integrations.fabric import attach as attach
+from laconic.integrations.private_parts import (
+    BROADCAST_SIGTERM,
+    data_fetcher,
+    logs_now,
+    replace_sigterm_handler,
+    saves_directories,
+    signal_connector,
+)
 from laconic.integrations.training import (
     NO_PARTS,
     Consensus,
@@ -53,9 +60,9 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
     dimension `data_parallel` of its mesh counts islands, and the module's `configure_model` shards over `tensor_parallel`.
     The Trainer's optimizers, gradient accumulation, clipping and GradScaler work as they do.
 
-    Checkpoints: Lightning's file has the model to use. Beside it is a folder, `NAME.ckpt.laconic`, with a file a rank:
-    `fit(ckpt_path=...)` resumes to the same bits with it, and warns without it. Bytes: `validate` and each checkpoint send
-    parameters once where replicas differ, and nothing where they don't.
+    Checkpoints: Lightning's file has the model to use. Beside it is a folder, `NAME.ckpt.laconic`, with a file a rank; where
+    Lightning saves a directory, the folder is inside. `fit(ckpt_path=...)` resumes to the same bits with it, and warns without
+    it. Bytes: `validate` and each checkpoint send parameters once where replicas differ, and nothing where they don't.
 
     `run` is what `laconic.attach` returned, from `on_train_start` on; after training it has the final `stats()`.
 
@@ -132,7 +139,7 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
         # The loader's iterator is there already, and has drawn a seed. In the middle of an epoch, the one that it replaces had
         # been there when the checkpoint was saved. After an epoch, the next one's is made anew, from generators as they were,
         # and for the next epoch: Lightning says so to samplers afterwards, when a loader's workers have the first batches.
-        progress, fetcher = trainer.fit_loop.epoch_progress.current, trainer.fit_loop._data_fetcher
+        progress, fetcher = trainer.fit_loop.epoch_progress.current, data_fetcher(trainer)
         loaders = fetcher.combined_loader.flattened
         if 0 < progress.ready == progress.processed and not any(hasattr(loader, "load_state_dict") for loader in loaders):
             for loader in loaders:
@@ -146,7 +153,7 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
         """Log bytes, waits and drift in the steps in which the Trainer logs."""
         if self._training is None or self.run is None or trainer.logger is None or self.run.step == self._logged_step:
             return
-        if trainer._logger_connector.should_update_logs:  # as Lightning's own callbacks ask
+        if logs_now(trainer):
             self._logged_step = self.run.step
             pl_module.log_dict(self._training.metrics(), on_step=True, on_epoch=False)
 
@@ -204,7 +211,7 @@ class _Saver:
         callback.on_validation_end(None, None)
         try:
             filepath = self._trainer.strategy.broadcast(filepath)
-            directory = getattr(self._trainer.strategy, "_save_distributed_checkpoint", False)
+            directory = saves_directories(self._trainer.strategy)
             folder = None if weights_only else folder_for(filepath, directory=directory)
             if folder is not None:
                 callback._mark = training.save(folder)
@@ -216,8 +223,8 @@ class _Saver:
                 training.keep_only(folder, callback._mark)
         finally:
             callback._mark = None
-            if validating:
-                callback.on_validation_start(None, None)
+        if validating:  # not after an error: nobody may be there to take the mean with
+            callback.on_validation_start(None, None)
 
 
 def _removing(remove_checkpoint: Any, first: bool) -> Any:
@@ -237,21 +244,15 @@ def _leave_sigterm_to_each_rank(training: Training, trainer: Any) -> None:
     that take 0 or 20 ms at random, diloco(16) took 1.4 times as long. And in the signal handler, in any order with the other
     collectives: where one rank got a SIGTERM in mid-step, all hung, with laconic and without.
     """
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-    theirs = getattr(connector, "_sigterm_notifier_fn", None)
-    if theirs not in handlers or not hasattr(loop, "_broadcast_sigterm_tensor"):
-        return  # another version of Lightning, or not in the main thread
-    place = handlers.index(theirs)
+    connector = signal_connector(trainer)
 
     def note(number: int, frame: object) -> None:
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(number)  # the processes that it has started, as Lightning does
         connector.received_sigterm = True
 
-    handlers[place] = note
-    training.until_the_end(lambda: handlers.__setitem__(place, theirs))
-    training.replace(loop, "_broadcast_sigterm_tensor", lambda _: _nothing)
+    if replace_sigterm_handler(trainer, note):
+        training.replace(trainer.fit_loop.epoch_loop, BROADCAST_SIGTERM, lambda _: _nothing)
 
 
 def _nothing(*_: object) -> None:

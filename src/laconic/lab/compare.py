@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import laconic
+from laconic.cost.link import Link
 from laconic.lab import warm_start
-from laconic.lab.link import Link, refusal
+from laconic.lab.link import refusal
 from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.workers import Workers
 from laconic.report import comparison_records as records

@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from laconic.lab.link import KILLED, Link
+from laconic.cost.link import Link
+from laconic.lab.link import KILLED
 
 BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which costs cores; but what fits is not limited:
 SHORTEST_BURST_BYTES, BURST_SECONDS = 64 * 1024, 0.025  # so on a slow link it is as much as passes in that time

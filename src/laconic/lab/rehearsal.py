@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Mapping
 
-from laconic.lab.link import Link, refusal, start
+from laconic.cost.link import Link
+from laconic.lab.link import refusal, start
 
 
 def rehearse(command: list[str], processes: int, environment: Mapping[str, str], link: Link, island_size: int = 1) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from laconic.lab.link import Link
+from laconic.cost.link import Link
 
 # Seconds of a collective on a limited link over those of its bytes at the link's rate: `benchmarks link` measures them.
 FACTORS = {"AllReduce": 1.06, "AllGather": 1.1, "AllToAll": 1.5}

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from laconic.lab.link import Link
+from laconic.cost.link import Link
 from laconic.lab.workers import Workers
 
 

@@ -9,7 +9,8 @@ from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Any
 
-from laconic.lab.link import KILLED, Link, start
+from laconic.cost.link import Link
+from laconic.lab.link import KILLED, start
 from laconic.lab.worker import LINE_PREFIX
 
 Told = dict[str, list[dict[str, Any]]]

@@ -13,7 +13,8 @@ def make_equal(engine: Engine) -> None:
             engine.local.discard_outstanding()
         if not any(restored) or all(restored):
             engine.local.equalise(engine.counter.training)
-            engine.clock.set(engine.step, [0] * len(engine.clock.ahead))  # what some optimizers did beyond the clock is in it, too
+            # What some optimizers did beyond the clock is in it, too: nothing differs any more.
+            engine.clock.set(engine.step, [0] * len(engine.clock.ahead))
         else:
             engine.unequal = True
     engine.wrote()

@@ -1,0 +1,203 @@
+"""How long a step takes under a strategy: a small simulation of one worker's training thread and its cable.
+
+The training thread computes, encodes and decodes; collectives travel on the cable meanwhile, and the thread waits where a run
+waits. Which round leaves when is the pipeline's rule (`comm/pipeline.py`): in backward, a bucket's next round leaves when the
+next bucket is ready; between steps, a few exchanges are outstanding at a time; outstanding fragments send their rounds at
+fixed steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from laconic.cost.network import Cable, Network
+
+DEPTH, WINDOW = 1, 4  # of the pipelines in backward, and between steps
+CYCLES = 3  # until a strategy's cycle repeats itself: what is outstanding at its start is what its end leaves
+
+
+class Round(Protocol):
+    """One collective: `laconic.comm.dryrun.Round`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def wire_bytes(self) -> float: ...
+    @property
+    def world(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange: its rounds, and the seconds of work before each of them and after the last."""
+
+    rounds: Sequence[Round]
+    work: Sequence[float]  # one more than rounds
+    numbers: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What leaves in a step: in backward by bucket, after it, and after it without being waited for until `delay` steps on."""
+
+    in_backward: Sequence[Exchange] = ()
+    after: Sequence[Exchange] = ()
+    outstanding: Sequence[Exchange] = ()
+    delay: int = 0
+    work: float = 0.0  # seconds of work around a sync that belong to no exchange
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of a step without any communication, in its three parts."""
+
+    forward: float
+    backward: float
+    optimizer: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward + self.backward + self.optimizer
+
+    @classmethod
+    def of(cls, seconds: float) -> "Compute":
+        """A step of which only the whole is known: a backward takes about twice as long as a forward."""
+        return cls(seconds / 3, seconds * 2 / 3)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, on average over a cycle of the strategy."""
+
+    compute: float
+    work: float  # encoding and decoding, and what the hosts' work on collectives takes from training
+    waiting: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.compute + self.work + self.waiting
+
+    @property
+    def share(self) -> float:
+        """Of the rate without communication."""
+        return self.compute / self.seconds if self.seconds else 1.0
+
+
+def step_time(steps: Sequence[Step], compute: Compute, network: Network) -> StepTime:
+    """On average over `steps`, which repeat.
+
+    >>> from laconic.cost.link import Link
+    >>> step_time([Step()], Compute.of(0.3), Network(Link(8_000_000))).share
+    1.0
+    """
+    thread = _Thread(network)
+    before = (0.0, 0.0, 0.0)
+    for cycle in range(CYCLES):
+        if cycle == CYCLES - 1:
+            before = (thread.now, thread.worked, thread.waited)
+        for step in steps:
+            thread.step(step, compute)
+    count = len(steps)
+    now, worked, waited = (after - then for after, then in zip((thread.now, thread.worked, thread.waited), before, strict=True))
+    return StepTime((now - worked - waited) / count, worked / count, waited / count)
+
+
+class _Pending:
+    """An exchange whose round is on the cable."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.launched, self.over_at = exchange, 0, 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self.launched > len(self.exchange.rounds)
+
+
+class _Thread:
+    """The training thread of one worker, and its cable."""
+
+    def __init__(self, network: Network) -> None:
+        self.now = self.worked = self.waited = 0.0
+        self._network, self._cable = network, Cable(network)
+        self._count = 0
+        self._outstanding: list[tuple[int, int, list[_Pending]]] = []  # when they left, how many steps they have, and what
+
+    def step(self, step: Step, compute: Compute) -> None:
+        self.now += compute.forward
+        self._backward(step.in_backward, compute.backward)
+        self.now += compute.optimizer
+        self._count += 1
+        self._work(step.work)
+        self._send_on()
+        if step.outstanding:
+            pending = [_Pending(exchange) for exchange in step.outstanding]
+            for one in pending:
+                self._advance(one, hidden=True)
+            self._outstanding.append((self._count, step.delay, pending))
+        self._after(step.after)
+
+    def _backward(self, exchanges: Sequence[Exchange], seconds: float) -> None:
+        """Buckets become ready over backward, by how many numbers they have."""
+        numbers = sum(exchange.numbers for exchange in exchanges) or 1
+        pending: list[_Pending] = []
+        for place, exchange in enumerate(exchanges):
+            self.now += seconds * exchange.numbers / numbers
+            last = place == len(exchanges) - 1
+            pending.append(_Pending(exchange))
+            self._advance(pending[-1], hidden=not last)
+            if not last:
+                for earlier in range(place - DEPTH, -1, -DEPTH):
+                    self._advance(pending[earlier], hidden=True)
+        if not exchanges:
+            self.now += seconds
+        self._finish(pending)
+
+    def _after(self, exchanges: Sequence[Exchange]) -> None:
+        pending: list[_Pending] = []
+        for exchange in exchanges:
+            if len(pending) >= WINDOW:
+                self._finish([pending.pop(0)])
+            pending.append(_Pending(exchange))
+            self._advance(pending[-1])
+        self._finish(pending)
+
+    def _send_on(self) -> None:
+        """Outstanding exchanges: the i-th of R rounds leaves once i * delay / R steps have passed; the end is at `delay`."""
+        for left, delay, pending in list(self._outstanding):
+            elapsed = self._count - left
+            if elapsed >= delay:
+                self._finish(pending)
+                self._outstanding.remove((left, delay, pending))
+                continue
+            for one in pending:
+                rounds = len(one.exchange.rounds)
+                while one.launched < rounds and elapsed >= one.launched * delay // rounds:
+                    self._advance(one, hidden=True)
+
+    def _finish(self, pending: Sequence[_Pending]) -> None:
+        """Round by round, in the order of the exchanges."""
+        while unfinished := [one for one in pending if not one.finished]:
+            for one in unfinished:
+                self._advance(one)
+
+    def _advance(self, one: _Pending, *, hidden: bool = False) -> None:
+        """Wait for the round that is on the cable, do the work behind it, and launch the next one if there is one."""
+        if one.finished:
+            return
+        self.waited += max(0.0, one.over_at - self.now)
+        self.now = max(self.now, one.over_at)
+        rounds = one.exchange.rounds
+        self._work(one.exchange.work[one.launched])
+        if one.launched < len(rounds):
+            round_ = rounds[one.launched]
+            one.over_at = self._cable.launch(self.now, round_.kind, round_.wire_bytes, round_.world)
+            if hidden:  # the hosts' work on it takes time from training
+                host = self._network.host_seconds(round_.kind, round_.wire_bytes, round_.world)
+                self._work(self._network.slow_down * host)
+        one.launched += 1
+
+    def _work(self, seconds: float) -> None:
+        self.worked += seconds
+        self.now += seconds

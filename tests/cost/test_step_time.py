@@ -1,0 +1,104 @@
+"""The cost model where its answer is known in closed form."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from laconic.cost.link import Link
+from laconic.cost.network import Cable, Network, Speed
+from laconic.cost.step_time import Compute, Exchange, Step, step_time
+
+RATE = 1_000_000  # bytes a second
+KINDS = ("AllReduce", "AllGather", "AllToAll")
+NO_FRAMING = dict.fromkeys(KINDS, 1.0)
+COMPUTE = Compute(0.1, 0.2, 0.1)
+
+
+@dataclass(frozen=True)
+class Round:
+    wire_bytes: float
+    kind: str = "AllReduce"
+    world: int = 4
+
+
+def network(delay: float = 0.0, burst: float = 0.0, slow_down: float = 0.0, host: float = 0.0) -> Network:
+    hosts = {kind: {4: Speed(0.0, host)} for kind in KINDS}
+    return Network(Link(8 * RATE, delay), hosts, burst, slow_down, NO_FRAMING)
+
+
+def exchange(*sizes: float, work: float = 0.0, kind: str = "AllReduce", numbers: int = 1) -> Exchange:
+    return Exchange([Round(size, kind) for size in sizes], [work] * (len(sizes) + 1), numbers)
+
+
+def test_what_is_waited_for_takes_its_bytes_at_the_rate() -> None:
+    found = step_time([Step(after=[exchange(50_000)])], COMPUTE, network())
+    assert found.waiting == pytest.approx(0.05)
+    assert found.seconds == pytest.approx(0.45)
+    assert found.share == pytest.approx(0.4 / 0.45)
+
+
+def test_a_sync_in_one_step_of_four_is_a_quarter_of_it() -> None:
+    steps = [Step(), Step(), Step(), Step(after=[exchange(50_000)])]
+    assert step_time(steps, COMPUTE, network()).waiting == pytest.approx(0.0125)
+
+
+def test_one_bucket_is_ready_when_backward_is_over() -> None:
+    assert step_time([Step([exchange(50_000)])], COMPUTE, network()).waiting == pytest.approx(0.05)
+
+
+def test_of_two_buckets_the_first_travels_while_the_second_is_computed() -> None:
+    steps = [Step([exchange(50_000), exchange(50_000)])]
+    assert step_time(steps, COMPUTE, network()).waiting == pytest.approx(0.05)
+    slow = step_time([Step([exchange(150_000), exchange(50_000)])], COMPUTE, network())
+    assert slow.waiting == pytest.approx(0.05 + 0.05), "half of backward hides 100 of 150 ms, and the second goes behind it"
+
+
+def test_the_first_bucket_s_second_round_leaves_when_the_second_bucket_is_ready() -> None:
+    twice = step_time([Step([exchange(50_000, 50_000), exchange(50_000, 50_000)])], COMPUTE, network())
+    # 50 hidden; at the end of backward there are three left: the last bucket's first, then both second rounds.
+    assert twice.waiting == pytest.approx(0.15)
+
+
+def test_work_is_counted_before_each_round_and_after_the_last() -> None:
+    found = step_time([Step(after=[exchange(50_000, 50_000, work=0.01)])], COMPUTE, network())
+    assert found.work == pytest.approx(0.03)
+    assert found.waiting == pytest.approx(0.1)
+
+
+def test_outstanding_exchanges_cost_nothing_while_they_fit_into_their_delay() -> None:
+    steps = [*[Step()] * 7, Step(outstanding=[exchange(700_000)], delay=2)]
+    assert step_time(steps, COMPUTE, network()).waiting == pytest.approx(0.0, abs=1e-9)
+    late = [*[Step()] * 7, Step(outstanding=[exchange(1_000_000)], delay=2)]
+    assert step_time(late, COMPUTE, network()).waiting == pytest.approx(0.2 / 8), "1 s, of which two steps hide 0.8"
+
+
+def test_the_hosts_work_on_what_is_outstanding_slows_training_down() -> None:
+    steps = [*[Step()] * 7, Step(outstanding=[exchange(700_000)], delay=2)]
+    found = step_time(steps, COMPUTE, network(slow_down=0.5, host=1e-7))
+    assert found.work == pytest.approx(0.5 * 700_000 * 1e-7 / 8)
+
+
+def test_hosts_that_are_slower_than_the_link_are_what_counts() -> None:
+    found = step_time([Step(after=[exchange(50_000)])], COMPUTE, network(host=2 / RATE))
+    assert found.waiting == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("kind", "messages"), [("AllReduce", 6), ("AllGather", 3), ("AllToAll", 1)])
+def test_a_delay_counts_for_each_message_that_waits_for_another(kind: str, messages: int) -> None:
+    found = step_time([Step(after=[exchange(50_000, kind=kind)])], COMPUTE, network(delay=0.01))
+    assert found.waiting == pytest.approx(0.05 + 0.01 * messages)
+
+
+def test_an_emulated_link_lets_pass_at_once_what_became_free_while_it_was_idle() -> None:
+    cable = Cable(network(burst=30_000))
+    assert cable.launch(0.0, "AllReduce", 50_000, 4) == pytest.approx(0.02)
+    assert cable.launch(0.02, "AllReduce", 50_000, 4) == pytest.approx(0.07), "nothing has become free"
+    assert cable.launch(0.08, "AllReduce", 50_000, 4) == pytest.approx(0.12), "10 ms have freed 10,000 bytes"
+    assert cable.launch(9.0, "AllReduce", 50_000, 4) == pytest.approx(9.02), "no more than the bucket holds"
+
+
+def test_without_a_limit_the_hosts_alone_count() -> None:
+    free = Network(Link(), {"AllReduce": {2: Speed(0.001, 1e-9), 8: Speed(0.005, 2e-9)}})
+    assert free.host_seconds("AllReduce", 1_000_000, 2) == pytest.approx(0.002)
+    assert free.host_seconds("AllReduce", 1_000_000, 7) == pytest.approx(0.007), "the nearest number of ranks"
+    assert step_time([Step(after=[Exchange([Round(1e6, world=2)], [0, 0])])], COMPUTE, free).waiting == pytest.approx(0.002)
