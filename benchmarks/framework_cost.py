@@ -20,7 +20,7 @@ from laconic.integrations.training import Training
 from tests.integrations.frameworks import as_torchrun_starts
 from tests.live import ranks_within
 
-LAYERS, WIDTH, BATCH, STEPS, SKIPPED, REPEATS = 8, 512, 64, 60, 12, 15
+LAYERS, WIDTH, BATCH, STEPS, SKIPPED, REPEATS = 8, 512, 64, 60, 12, 10
 STRATEGIES = ["ddp()", "int8()", "diloco(16)"]
 OURS, BY_HAND = "integration", "laconic.attach by hand"
 
