@@ -102,3 +102,10 @@ def test_without_a_limit_the_hosts_alone_count() -> None:
     assert free.host_seconds("AllReduce", 1_000_000, 2) == pytest.approx(0.002)
     assert free.host_seconds("AllReduce", 1_000_000, 7) == pytest.approx(0.007), "the nearest number of ranks"
     assert step_time([Step(after=[Exchange([Round(1e6, world=2)], [0, 0])])], COMPUTE, free).waiting == pytest.approx(0.002)
+
+
+def test_what_becomes_free_while_hosts_are_slower_than_the_link_is_there_for_the_next() -> None:
+    hosts = {"AllReduce": {4: Speed(0.0, 2 / RATE)}, "AllGather": {4: Speed(0.0, 0.0)}}
+    cable = Cable(Network(Link(8 * RATE), hosts, 30_000, framing=NO_FRAMING))
+    assert cable.launch(0.0, "AllReduce", 10_000, 4) == pytest.approx(0.02)
+    assert cable.launch(0.02, "AllGather", 50_000, 4) == pytest.approx(0.04), "the bucket is full again"

@@ -1,6 +1,6 @@
 """Lightning: `Trainer(strategy="ddp", callbacks=[LaconicCallback("streaming_diloco(32)")])`, and Fabric's `attach`.
 
-Works with `lightning` and with `pytorch_lightning`.
+For `pytorch_lightning`, which the tests run, and for `lightning`, which has the same classes under other names.
 """
 
 import sys
