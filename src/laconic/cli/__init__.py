@@ -1,0 +1,35 @@
+"""The command line, a file a command. `laconic --help` imports neither torch nor the lab."""
+
+from laconic.run.environment import expect_no_effect
+
+EXTRA = {"numpy", "plotly", "pyroute2", "rich", "sklearn", "typer"}  # the modules of the extra `lab`, in pyproject.toml
+
+
+def _lacking(error: ImportError) -> SystemExit:
+    """What to say, in a line, where one of them is not installed."""
+    name = (error.name or "typer").partition(".")[0]
+    return SystemExit(
+        f"the laconic command needs {name}, which `pip install .` leaves out; in laconic's folder: pip install '.[lab]'"
+    )
+
+
+try:
+    from laconic.cli.shared import app
+except ImportError as error:
+    raise _lacking(error) from error
+
+from laconic.cli import compare, run, probe, advise, records, catalogue  # noqa: E402, F401, I001  # in the order of --help
+
+expect_no_effect()  # of LACONIC_STRATEGY: no script is trained in this process
+
+__all__ = ["EXTRA", "app", "main"]
+
+
+def main() -> None:
+    """The program."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in EXTRA:
+            raise
+        raise _lacking(error) from error

@@ -1,0 +1,56 @@
+"""What earlier commands have written: `laconic watch`, `report` and `show`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from laconic.cli.shared import app, console, fail
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="the --record of a run")],
+    once: Annotated[bool, typer.Option("--once", help="how it stands now, and no more")] = False,
+) -> None:
+    """Show a run while it goes on, from another terminal, until it ends."""
+    from laconic.report.live_run import watch as show_run
+
+    try:
+        show_run(folder, console(), once=once)
+    except ValueError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="the --record of a run")]) -> None:
+    """Make a page with charts out of a run's records."""
+    from laconic.report import run_page
+
+    try:
+        typer.echo(f"charts: {run_page.write(folder)}")
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="the --out of a comparison")] = Path("laconic-compare"),
+    browser: Annotated[bool, typer.Option("--open", help="open the report in a browser, too")] = False,
+) -> None:
+    """Print a comparison's table and verdict again, and write its report anew."""
+
+    from laconic.report import comparison_records as records
+    from laconic.report import page, terminal
+
+    try:
+        results = records.read(folder)
+        terminal.show(results, console())
+        path = page.write(results, folder)
+        typer.echo(f"\ncharts: {path}")
+        if browser and typer.launch(str(path)) != 0:
+            raise ValueError(f"no browser could be started; open {path.resolve()} yourself")
+    except (ValueError, OSError) as error:
+        fail(error)
