@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
+    from laconic.advisor.attach import attach as attach
     from laconic.comm.bucket import Bucket as Bucket
     from laconic.comm.bucket import Slot as Slot
     from laconic.comm.collectives import AllGather as AllGather
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from laconic.reducers.ternary import Ternary as Ternary
     from laconic.reducers.topk import TopK as TopK
     from laconic.reducers.warmup import Warmup as Warmup
-    from laconic.run.attach import attach as attach
     from laconic.run.attach import check_replicas as check_replicas
     from laconic.run.run import Run as Run
     from laconic.run.stats import Stats as Stats
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "advisor.attach": ["attach"],
     "comm.bucket": ["Bucket", "Slot"],
     "comm.collectives": ["AllGather", "AllReduce", "AllToAll", "Collective", "Traffic"],
     "comm.dryrun": ["simulate"],
@@ -112,7 +113,7 @@ _HOME = {
     "reducers.ternary": ["Ternary"],
     "reducers.topk": ["TopK"],
     "reducers.warmup": ["Warmup"],
-    "run.attach": ["attach", "check_replicas"],
+    "run.attach": ["check_replicas"],
     "run.run": ["Run"],
     "run.stats": ["Stats"],
     "strategies.gradient_recipes": [

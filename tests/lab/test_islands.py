@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 from laconic.cli import app
-from laconic.cost.link import Link
 from laconic.lab import tasks, worker
-from laconic.lab.compare import Comparison, _record, begin, resumed
+from laconic.lab.compare import Comparison, begin, resumed
 from laconic.lab.islands import island_mesh
-from laconic.lab.step_time import FACTORS
 from laconic.lab.template import TEMPLATE
+from laconic.lab.trainee import build, step
 from laconic.report import page, terminal
 from laconic.script.launch import launch
-from tests.lab.test_compare import laconic, told
+from tests.lab.test_compare import laconic
 from tests.lab.test_link import LIMITED, needs_link
 from tests.live import ranks
 from tests.report.made import result
@@ -61,7 +60,7 @@ def shards_and_replicas(rank: int, folder: str) -> None:
     worker.warm_up({**common, "warm": 4, "save": f"{folder}/kept.pt"})
     torch.distributed.barrier()
     job = {**common, "start": f"{folder}/kept.pt"}
-    plain, sharded = worker.build(job), worker.build(job, island_mesh(2))
+    plain, sharded = build(job), build(job, island_mesh(2))
     assert (plain.replicas, sharded.replicas) == (2, 1)
     model: Any = sharded.model
     parts = {name for name, part in model.named_modules() if isinstance(part, FSDPModule)}
@@ -81,7 +80,7 @@ def shards_and_replicas(rank: int, folder: str) -> None:
     for trainee in (plain, sharded):
         batches = trainee.task.batches(rank, 2, 0)
         for _ in range(3):
-            worker.step(trainee, next(batches))
+            step(trainee, next(batches))
     same()
 
 
@@ -97,7 +96,7 @@ def islands_and_replicas(rank: int, folder: str) -> None:
     torch.distributed.barrier()
     job = {**common, "start": f"{folder}/kept.pt", "looks": 4, "warmup": 5, "settle_seconds": 0.0}
     mesh, losses = island_mesh(2), []
-    ready = worker.build(job, mesh)
+    ready = build(job, mesh)
     before = copy.deepcopy((whole(ready.bare.state_dict()), memory(ready.optimizer)))
     assert worker.steps_within({**job, "strategy": "diloco(4)", "seconds": 0.3}, ready) >= 10
     torch.testing.assert_close((whole(ready.bare.state_dict()), memory(ready.optimizer)), before, rtol=0, atol=0)
@@ -145,12 +144,6 @@ def test_a_record_names_its_islands_and_others_are_not_resumed(tmp_path: Path) -
     for words in (text.getvalue(), page.page(results)):
         assert "digits, 2 islands of 2 workers, link none" in words
         assert "Bytes are between islands alone" in words
-
-
-def test_the_workers_of_an_island_share_a_link_in_the_cost_model() -> None:
-    comparison = Comparison("digits", ["ddp()"], 4, Link(100_000_000, 0.02), steps=10, island_size=2)
-    made = _record(comparison, "ddp()", 0, told(), limited=False)
-    assert made.predicted_step_ms == pytest.approx(100 + FACTORS["AllReduce"] * 2 * 80 + 2 * 2 * 20)
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from laconic.lab import worker
 from laconic.lab.template import TEMPLATE
+from laconic.lab.trainee import build
 
 SLOW_AT_THE_END = """
 import time
@@ -123,7 +124,7 @@ def test_a_run_of_so_many_seconds_begins_in_the_warm_start_and_its_schedule_ends
         kept = torch.load(tmp_path / "kept.pt")
         assert {int(state["step"]) for state in kept["optimizer"]["state"].values()} == {7}
         job = {**common, "strategy": "local_sgd(4, warmup=8)", "looks": 4, "warmup": 5, "settle_seconds": 0.0}
-        ready = worker.build({**job, "start": str(tmp_path / "kept.pt")})
+        ready = build({**job, "start": str(tmp_path / "kept.pt")})
         steps = worker.steps_within({**job, "seconds": 0.5}, ready)
         assert 20 <= steps <= 60, "of ten milliseconds and a little more each"
         now, there = ready.bare.state_dict(), kept["model"]

@@ -11,7 +11,7 @@ from laconic.strategies.recipe import recipes
 from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
 
-COMPRESSED = [name for name in sorted(recipes()) if name not in ("ddp", "silent") and not recipes()[name]().averaging]
+COMPRESSED = [name for name in sorted(recipes()) if name not in ("auto", "ddp", "silent") and not recipes()[name]().averaging]
 
 
 def overflowing(rank: int, text: str, one_layer: bool = False) -> None:

@@ -8,6 +8,7 @@ from laconic.reducers.base import Reducer
 from laconic.strategies.recipe import recipes
 from laconic.strategies.routes import Route
 from laconic.strategies.schedules import QSR, Every, Never, Schedule, Until
+from laconic.strategies.strategy import Advised
 
 EXACT = laconic.Exact()
 FED = laconic.ErrorFeedback
@@ -36,6 +37,7 @@ def local(
 
 
 AS_IT_COMES = {
+    "auto": laconic.Strategy(EXACT, Route(((Every(1, 0, 0), "world"),)), advised=Advised("delay", 0.95, None, 10, 5.0)),
     "ddp": gradients(EXACT),
     "fp16": gradients(laconic.Cast("fp16")),
     "bf16": gradients(laconic.Cast("bf16")),

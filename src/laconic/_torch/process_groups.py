@@ -39,6 +39,22 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
 
 
+def training_device(group: dist.ProcessGroup) -> torch.device:
+    """Where large messages live: on this process's accelerator, if there is one and the group communicates there."""
+    devices: list[torch.device] = part(group, "_device_types")
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        if kind in devices:
+            return torch.device(kind.type, torch.accelerator.current_device_index())
+    return control_device(group)
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of what carries messages of that device: a group may have one for each kind."""
+    name: str = part(group, "_get_backend")(device).name()
+    return name
+
+
 def named_group(
     name: str, ranks: Sequence[int], like: dist.ProcessGroup, device: torch.device, backend: str | None = None
 ) -> dist.ProcessGroup:

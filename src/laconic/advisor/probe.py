@@ -1,123 +1,152 @@
-"""The probe: how long collectives take on a process group, from small messages to large ones."""
+"""The probe: how long collectives take on a process group, what the link between its hosts is, and who is slow."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
-from laconic.comm.exchange import Rounds, complete
+import laconic
+from laconic._torch.process_groups import backend_name, default_group, is_outside, named_group, training_device
+from laconic.advisor import probe_collectives, probe_paths, probe_slow_down
+from laconic.advisor.probe_collectives import SIZES, SIZES_IN_FLIGHT
+from laconic.advisor.probe_paths import Path
+from laconic.advisor.probe_session import Session
 from laconic.comm.group import TorchGroup
-from laconic.comm.ledger import Ledger
-from laconic.cost.network import Speed
+from laconic.cost.found_link import delay_of, link_of, most_on_a_node, slow_ranks
+from laconic.cost.measured import LeftOut, Probe, Sample, Worker, fitted
+from laconic.ranks.agreement import agree
 
-SIZES = [1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 24, 1 << 26]  # bytes that a rank hands in
-PRIMING_BYTES = 1 << 20  # sent before anything is timed: a bucket of tokens on the way is empty then
-FEWEST, LONGEST_SECONDS = 3, 1.0  # repeats of each size; and no size is tried that would take longer than that
+IN_FLIGHT = 4
+SECONDS, SHORTEST, LONGEST = 30.0, 0.1, 60.0
+# What each part may take of the time that is left when it begins. Of all of it a part is kept, for a machine that is busy.
+KEPT, ALONE, PATHS, WITHIN, TOGETHER = 0.15, 0.5, 0.3, 0.3, 0.5
+SHORT = 8.0  # seconds: in less than that, several at once are left out
+SLOW_DOWN_SIZES = SIZES[:-1]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One size of one kind of collective."""
+class Promise:
+    """What a probe takes at most."""
 
-    kind: str
-    world: int
-    wire_bytes: int
     seconds: float
+    wire_bytes: int  # that each rank sends
 
 
-def _make(kind: type[Collective], payload: int, world: int, device: torch.device) -> Collective:
-    numbers = max(1, payload // 4)
-    if kind is AllToAll:
-        return kind(torch.zeros(world, max(1, numbers // world), device=device))
-    return kind(torch.zeros(numbers, device=device))
+def probe(
+    group: dist.ProcessGroup | None = None, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None
+) -> Probe:
+    """Measure the network of a process group, by default of all ranks. All of its ranks call it together, and get the same.
 
-
-KINDS: tuple[type[Collective], ...] = (AllReduce, AllGather, AllToAll)
-
-
-def samples(
-    group: TorchGroup, device: torch.device, *, seconds: float = 20.0, progress: Callable[[float], None] | None = None
-) -> list[Sample]:
-    """Each kind at each size, for so long altogether; all ranks together."""
-    found: list[Sample] = []
-    began, share = time.perf_counter(), seconds / len(KINDS)
-    for number, kind in enumerate(KINDS):
-        expected, last = 0.0, 0
-        for size in SIZES:
-            payload = size // group.world if kind is AllGather else size
-            if found and last and expected * size / last > min(LONGEST_SECONDS, share / (2 * FEWEST)):
-                break
-            took = _timed(kind, payload, group, device, share / len(SIZES))
-            found.append(
-                Sample(
-                    kind.__name__, group.world, _make(kind, payload, group.world, device).traffic(group.world).wire_bytes, took
-                )
-            )
-            expected, last = took, size
-            if progress is not None:
-                progress(min(1.0, max((time.perf_counter() - began) / seconds, number / len(KINDS))))
-    if progress is not None:
-        progress(1.0)
-    return found
-
-
-def _timed(kind: type[Collective], payload: int, group: TorchGroup, device: torch.device, seconds: float) -> float:
-    """Seconds of one, the slowest rank's: the median of as many as fit."""
-    sent = 0
-    while sent < min(PRIMING_BYTES, 16 * payload) or sent == 0:
-        group.launch(_make(kind, payload, group.world, device)).wait()
-        sent += payload
-    rows: list[float] = []
-    while True:
-        one = _make(kind, payload, group.world, device)
-        start = time.perf_counter()
-        group.launch(one).wait()
-        rows.append(time.perf_counter() - start)
-        if len(rows) >= FEWEST and (len(rows) - FEWEST) % 4 == 0:
-            # All ranks go on, or none does: the first one's clock decides.
-            total = complete(_first(sum(rows), device), group, Ledger())
-            if total > seconds or len(rows) > 200:
-                break
-    rows.sort()
-    middle = rows[len(rows) // 2]
-    return max(complete(_all(middle, device), group, Ledger()))
-
-
-def _first(value: float, device: torch.device) -> Rounds[float]:
-    return float((yield AllGather(torch.tensor([value], dtype=torch.float64, device=device))).flatten()[0])
-
-
-def _all(value: float, device: torch.device) -> Rounds[list[float]]:
-    return [float(each) for each in (yield AllGather(torch.tensor([value], dtype=torch.float64, device=device))).flatten()]
-
-
-def fitted(found: Sequence[Sample]) -> dict[str, dict[int, Speed]]:
-    """Speeds by kind and number of ranks: alpha + beta * bytes, by least squares of relative errors."""
-    speeds: dict[str, dict[int, Speed]] = {}
-    for kind, world in dict.fromkeys((each.kind, each.world) for each in found):
-        rows = [each for each in found if (each.kind, each.world) == (kind, world)]
-        speeds.setdefault(kind, {})[world] = fit([each.wire_bytes for each in rows], [each.seconds for each in rows])
-    return speeds
-
-
-def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Speed:
-    """alpha, beta >= 0 that make ((alpha + beta * size) / seconds - 1)^2 least.
-
-    >>> speed = fit([1e3, 1e6, 1e7], [1e-3 + 1e-6, 2e-3, 1.1e-2])
-    >>> round(speed.alpha_seconds, 5), round(1 / speed.seconds_per_byte / 1e9, 3)
-    (0.001, 1.0)
+    Nothing else may communicate or train meanwhile. `progress` is told the share of the time that has passed, from 0 to 1. See
+    `docs/probe.md` for what is measured, and `laconic probe` for the command.
     """
-    u, v = [1 / took for took in seconds], [size / took for size, took in zip(sizes, seconds, strict=True)]
-    uu, vv, uv = sum(a * a for a in u), sum(b * b for b in v), sum(a * b for a, b in zip(u, v, strict=True))
-    su, sv = sum(u), sum(v)
-    bottom = uu * vv - uv * uv
-    if bottom <= 1e-12 * uu * vv:
-        return Speed(su / uu, 0.0)
-    alpha, beta = (su * vv - sv * uv) / bottom, (sv * uu - su * uv) / bottom
-    if alpha < 0:
-        alpha, beta = 0.0, sv / vv
-    if beta < 0:
-        alpha, beta = su / uu, 0.0
-    return Speed(alpha, beta)
+    if not dist.is_initialized():
+        raise RuntimeError("laconic.probe measures a process group: call torch.distributed.init_process_group first")
+    process_group = default_group() if group is None else group
+    if is_outside(process_group):
+        raise ValueError("this rank is not in the group that laconic.probe was given; call it on the group's ranks alone")
+    return measure(TorchGroup(process_group), training_device(process_group), seconds=seconds, progress=progress)
+
+
+def measure(
+    group: TorchGroup, device: torch.device, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None
+) -> Probe:
+    """The same, of a group and a device that are known."""
+    check(group.world, seconds)
+    identity = agree([f"seconds {seconds:g}", f"device {device.type}"], None, group, device)
+    session = Session(group, device, seconds, progress)
+    samples, left_out, found = _measured(session, identity)
+    downs = probe_slow_down.slow_downs(session, samples, SLOW_DOWN_SIZES, session.now + _left(session))
+    session.meet()
+    session.finish()
+    workers = [
+        Worker(rank, place.host, node, 8 * path.sends, 8 * path.receives, path.spread, path.round_trip)
+        for rank, (place, node, path) in enumerate(zip(session.places, session.nodes, found, strict=True))
+    ]
+    slow = slow_ranks(workers)
+    rate, note = link_of(samples, workers, max(path.busy for path in found) if device.type == "cpu" else 0.0)
+    return Probe(
+        world=group.world,
+        per_node=most_on_a_node(workers),
+        device=device.type,
+        backend=backend_name(group.process_group, device),
+        seconds=session.now,
+        asked_seconds=seconds,
+        wire_bytes=int(max(row[0] for row in session.meet(session.sent_bytes))),
+        workers=workers,
+        samples=samples,
+        left_out=left_out,
+        fits=fitted(samples),
+        bits_per_second=rate,
+        delay_seconds=delay_of(workers),
+        link_note=note,
+        slow=slow,
+        slow_down=sum(downs.values()) / len(downs) if downs else 0.0,
+        slow_downs=downs,
+        versions={"laconic": laconic.__version__, "torch": torch.__version__},
+    )
+
+
+def check(world: int, seconds: float) -> None:
+    """Refuse what can't be measured."""
+    if world < 2:
+        raise ValueError(
+            "a probe needs two ranks at least, got one: there is nobody to communicate with; give --nproc-per-node 2"
+        )
+    if not SHORTEST <= seconds <= LONGEST:
+        raise ValueError(f"a probe takes from {SHORTEST:g} to {LONGEST:g} seconds, got {seconds:g}")
+
+
+def promise(world: int, nodes: int, seconds: float) -> Promise:
+    """What a probe of so many ranks on so many hosts takes at most."""
+    check(world, seconds)
+    within = world // nodes
+    sent = probe_collectives.most_bytes(world, SIZES, 1) + probe_collectives.most_bytes(world, SIZES_IN_FLIGHT, IN_FLIGHT)
+    if 1 < within < world:
+        sent += probe_collectives.most_bytes(within, SIZES, 1)
+    sent += probe_paths.most_bytes(range(nodes)) + probe_slow_down.most_bytes(world, SLOW_DOWN_SIZES)
+    return Promise(seconds, sent)
+
+
+def _measured(session: Session, identity: str) -> tuple[list[Sample], list[LeftOut], list[Path]]:
+    """Collectives of all ranks and transfers of pairs; then, where they are, those of each node, and several at once."""
+    group = session.group
+    session.meet()
+    samples, left_out = probe_collectives.times(session, group, SIZES, 1, session.now + ALONE * _left(session))
+    found = probe_paths.paths(session, _byte_seconds(samples), session.now + PATHS * _left(session))
+    with _node_group(session, identity) as node:
+        parts = [(node, SIZES, 1, WITHIN)] if node is not None else []
+        parts += [(group, SIZES_IN_FLIGHT, IN_FLIGHT, TOGETHER)] if session.seconds >= SHORT else []
+        for members, sizes, in_flight, share in parts:
+            more = probe_collectives.times(session, members, sizes, in_flight, session.now + share * _left(session))
+            samples += more[0]
+            left_out += more[1]
+    return samples, left_out, found
+
+
+@contextmanager
+def _node_group(session: Session, identity: str) -> Iterator[TorchGroup | None]:
+    """The ranks of this rank's host, where all hosts have as many, more than one, and there are several hosts."""
+    group, nodes = session.group, session.nodes
+    sizes = {nodes.count(node) for node in nodes}
+    if len(set(nodes)) == 1 or len(sizes) > 1 or sizes == {1}:
+        yield None
+        return
+    mine = [member for member, node in zip(group.members, nodes, strict=True) if node == nodes[group.rank]]
+    name = f"laconic/{identity}/probe/{'_'.join(map(str, mine))}"
+    built = named_group(name, mine, group.process_group, session.device)
+    try:
+        yield TorchGroup(built, group.check_peers, group.places)
+    finally:
+        dist.destroy_process_group(built)
+
+
+def _left(session: Session) -> float:
+    return max(0.0, (1 - KEPT) * session.seconds - session.now)
+
+
+def _byte_seconds(samples: Sequence[Sample]) -> float:
+    """Of a byte in the messages that were fastest for their size."""
+    return min(each.seconds / each.wire_bytes for each in samples)

@@ -143,7 +143,8 @@ def _read(folder: Path, metadata: Metadata, names: Mapping[str, tuple[str, ...]]
 
 def check(tree: Mapping[str, Any], engine: Engine, strict: bool) -> None:
     """Refuse what doesn't fit, before anything is changed."""
-    if strict and resume.respelt(engine, tree["run"])["strategy"] != str(engine.strategy):
+    other = resume.respelt(engine, tree["run"])["strategy"] != str(engine.strategy)
+    if strict and other and not resume.is_of_this_auto(engine, tree["run"]):
         raise ValueError(
             f"the checkpoint is of {tree['run']['strategy']}, attached is {engine.strategy}; attach the same, or load with "
             "strict=False to swap here"

@@ -1,7 +1,10 @@
 """`laconic run`."""
 
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,8 +19,9 @@ from laconic.cli.shared import app, fail
 def run_(
     context: typer.Context,
     strategy: Annotated[
-        str, typer.Option("-s", "--strategy", help='how to average, such as "diloco(64)" or "ddp(reducer=module:Name())"')
-    ],
+        str | None,
+        typer.Option("-s", "--strategy", help='how to average, such as "diloco(64)", "ddp(reducer=module:Name())", or auto'),
+    ] = None,
     link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
     island_size: Annotated[
         str | None,
@@ -27,12 +31,23 @@ def run_(
     ] = None,
     record: Annotated[Path | None, typer.Option(help="write what is sent, waited for and lost there: see watch")] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="with --record, for TensorBoard too")] = False,
+    risk: Annotated[
+        str | None, typer.Option(help="with -s auto, the most that may be chosen: same, rounding, delay (the default), local")
+    ] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise", help="time some steps in one process, end the script, and print what `advise` finds")
+    ] = False,
 ) -> None:
     """Run any script that uses DDP or fully_shard, unchanged, under a strategy.
 
     laconic's own options come first, then torchrun's, then the script with its arguments:
 
     laconic run -s "int8()" --nproc-per-node 4 train.py --epochs 3
+
+    With -s auto, the advisor chooses the strategy in the first steps. With --advise, nothing is trained: the options of
+    `laconic advise` come before the script.
+
+    laconic run --advise --workers 16 --link 1gbit train.py --epochs 3
     """
     from functools import partial
 
@@ -42,6 +57,12 @@ def run_(
 
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
+    if advise:
+        given = {"--link": None if link == "none" else link, "--risk": risk, "-s": strategy}
+        other = {"--island-size": island_size, "--record": record, "--tensorboard": tensorboard or None}
+        _advise(context.args, {name: value for name, value in given.items() if value is not None}, other)
+    if strategy is None:
+        raise typer.BadParameter('which strategy? laconic run -s "int8()" ... script.py, or -s auto')
     try:
         cable = parse(link)
         rehearsal = None
@@ -50,9 +71,74 @@ def run_(
                 raise ValueError("with --link, give --island-size as a number: so many processes share a host")
             size = island_size or "1"
             rehearsal = partial(rehearse, link=cable, island_size=max(int(size), 1) if size.isdecimal() else 1)
-        code = launch(strategy, context.args, record, tensorboard=tensorboard, rehearsal=rehearsal, island_size=island_size)
+        code = launch(
+            strategy,
+            context.args,
+            record,
+            tensorboard=tensorboard,
+            rehearsal=rehearsal,
+            island_size=island_size,
+            risk=risk,
+        )
     except (ValueError, TypeError) as error:
         fail(error)
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
+
+
+def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[str, object]) -> NoReturn:
+    """Time a script, and go on as `laconic advise --measured`, with `given` and the options before the script."""
+    from laconic.script.launch import measure
+
+    try:
+        odd = [name for name, value in other.items() if value is not None]
+        if odd:
+            raise ValueError(f"{odd[0]} is for training, and with --advise nothing is trained; leave it out")
+        options, script = _options_of("advise", arguments)
+        options = [*(part for name, value in given.items() for part in (name, value)), *options]
+        _check_advise(options, script)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "measured.json")
+            code = measure(script, file)
+            if code == 0 and not file.exists():
+                raise ValueError(
+                    "the script made too few optimizer steps in its own process to time one (the first 3 are not timed), so "
+                    "its compute is not known; give it more steps, or use laconic advise --step-ms"
+                )
+            if code == 0:
+                kind = ["--optimizer", json.loads(file.read_text())["optimizer"]]  # one that is given comes later, and counts
+                _command().main(["advise", "--measured", str(file), *kind, *options], standalone_mode=False)
+    except (ValueError, TypeError) as error:
+        fail(error)
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+def _check_advise(options: Sequence[str], script: Sequence[str]) -> None:
+    """What `laconic advise` would refuse in any case is refused before the script is run."""
+    words = {option.partition("=")[0] for option in options}
+    if not script:
+        raise ValueError("which script? laconic run --advise --workers 16 --link 1gbit script.py [its arguments]")
+    if script[0].startswith("-") and script[0] != "-m":
+        raise ValueError(
+            f"laconic advise has no option {script[0]}, and torchrun's are not for --advise: one process is timed, and the "
+            "answer is for --workers; the script comes last, with its arguments"
+        )
+    if not words & {"--link", "--probe"} or not words & {"--workers", "--nodes", "--probe"}:
+        raise ValueError("for how many workers, and over which network? Give --workers 16 --link 1gbit, or --probe probe.json")
+
+
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
+def _options_of(name: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options of another command that these begin with, and the rest."""
+    known = {word: one for one in _command().commands[name].params for word in [*one.opts, *one.secondary_opts]}
+    place = 0
+    while place < len(arguments) and (word := arguments[place].partition("=")[0]) in known and word.startswith("-"):
+        flag = getattr(known[word], "is_flag", False) or "=" in arguments[place]
+        place += 1 if flag else 2
+    return list(arguments[:place]), list(arguments[place:])

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-SLOWEST, FASTEST, LONGEST_MS = 10 * 10**3, 34 * 10**9, 10_000  # bits a second: tbf's 32 bits hold 2 kbit to 34.3 gbit
-UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+SLOWEST, FASTEST, LONGEST_MS = 10 * 10**3, 10 * 10**12, 10_000  # bits a second
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def parse(text: str) -> Link:
     """
     if text == "none":
         return Link()
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)(?::(\d+(?:\.\d+)?)ms)?", text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt]bit)(?::(\d+(?:\.\d+)?)ms)?", text)
     if found is None or float(found[1]) == 0:
         raise ValueError(
             f"a link is a rate with its unit, and a delay if you like: 100mbit, 1gbit, 100mbit:20ms, none; got {text!r}"

@@ -5,8 +5,26 @@ from dataclasses import dataclass, field
 
 from laconic.cost.link import Link
 
-# Seconds of a collective on a limited link over those of its bytes at the link's rate: `benchmarks link` measures them.
-FRAMING = {"AllReduce": 1.06, "AllGather": 1.1, "AllToAll": 1.3}
+# Seconds on a limited link over those of the bytes at its rate. First what headers and acknowledgements take.
+HEADERS = 1.05
+# Then what two hosts lose that send long messages to each other at once, over one TCP connection: up to so much more, and half
+# of that at the size below, which is that of a link of 100 Mbit/s. Collectives of gloo, behind the lab's links of 30 and
+# 300 Mbit/s with 2 and 4 hosts: docs/advisor.md. In an all-gather among more than two, nobody sends to whom he hears.
+BOTH_WAYS = {"AllReduce": 0.1, "AllGather": 0.65, "AllToAll": 0.9}
+HALF_BYTES, HALF_RATE, HALF_POWER = 600e3, 100e6, 0.375
+
+
+def framing(kind: str, wire_bytes: float, world: int, bits_per_second: float) -> float:
+    """Seconds of a collective on a limited link, over those of its bytes at the link's rate.
+
+    >>> [round(framing("AllToAll", size, 4, 100e6), 2) for size in (1e5, 1e6, 1e7)]
+    [1.05, 1.26, 1.92]
+    """
+    most = 0.0 if kind == "AllGather" and world > 2 else BOTH_WAYS.get(kind, 0.0)
+    messages = (world - 1) * (2 if kind == "AllReduce" else 1)
+    half = HALF_BYTES * (bits_per_second / HALF_RATE) ** HALF_POWER
+    size = wire_bytes / max(1, messages)
+    return HEADERS + most * size**2 / (size**2 + half**2)
 
 
 @dataclass(frozen=True)
@@ -29,50 +47,86 @@ UNKNOWN = Speed(50e-6, 1 / 4e9)
 class Network:
     """What a collective meets.
 
-    - `link`: each worker's cable.
+    - `link`: each node's cable.
     - `hosts`: by kind of collective and number of workers, what the hosts need; of what is not there, the nearest number.
+    - `framing`: by kind, seconds over those of the bytes at the link's rate, where they were measured; else by `framing()`.
     - `burst_bytes`: what an emulated link lets pass at once after a pause; 0 of a real one.
     - `slow_down`: seconds by which training is slower for each second that hosts work on a collective meanwhile.
+    - `per_node`: so many workers share a cable. What at most so many exchange among themselves stays on their node.
+    - `groups`: so many groups of workers exchange at the same time over the same cables, as the shards of islands do.
     """
 
     link: Link = Link()
     hosts: Mapping[str, Mapping[int, Speed]] = field(default_factory=dict)
     burst_bytes: float = 0.0
     slow_down: float = 0.0
-    framing: Mapping[str, float] = field(default_factory=lambda: FRAMING)
+    framing: Mapping[str, float] = field(default_factory=dict)
+    per_node: int = 1
+    groups: int = 1
 
     @property
     def bytes_per_second(self) -> float | None:
         """None: no limit."""
         return None if self.link.bits_per_second is None else self.link.bits_per_second / 8
 
-    def host_seconds(self, kind: str, wire_bytes: float, world: int) -> float:
-        """What the hosts need."""
+    def host_speed(self, kind: str, world: int) -> Speed:
+        """What the hosts need for a collective of so many workers."""
         known = self.hosts.get(kind)
         if not known:
-            return UNKNOWN.seconds(wire_bytes)
-        near = min(known, key=lambda size: abs(size - world))
-        return known[near].seconds(wire_bytes)
+            return UNKNOWN
+        return known[min(known, key=lambda size: abs(size - world))]
+
+    def host_seconds(self, kind: str, wire_bytes: float, world: int) -> float:
+        """What the hosts need for so many bytes a worker."""
+        return self.host_speed(kind, world).seconds(wire_bytes)
+
+    def crosses(self, world: int) -> bool:
+        """Whether a group of so many workers uses the cable at all."""
+        return self.per_node == 1 or world > self.per_node
+
+    def cable_bytes(self, kind: str, wire_bytes: float, world: int) -> float:
+        """What a node's cable carries when each of `world` workers must send `wire_bytes`.
+
+        All-reduce and all-gather go round a ring, which enters and leaves a node once: its cable carries what one worker
+        sends. In an all-to-all each of its k workers sends to each of the N - k elsewhere: k (N - k) / (N - 1) times as much.
+
+        >>> network = Network(per_node=4)
+        >>> [network.cable_bytes(kind, 30, 16) for kind in ("AllReduce", "AllToAll")], network.cable_bytes("AllReduce", 30, 4)
+        ([30.0, 96.0], 0.0)
+        """
+        if not self.crosses(world):
+            return 0.0
+        k = min(self.per_node, world)
+        times = k * (world - k) / (world - 1) if kind == "AllToAll" and k > 1 else 1.0
+        return self._framing(kind, wire_bytes, world) * self.groups * times * wire_bytes
+
+    def _framing(self, kind: str, wire_bytes: float, world: int) -> float:
+        if kind in self.framing or self.link.bits_per_second is None:
+            return self.framing.get(kind, 1.0)
+        return framing(kind, wire_bytes, world, self.link.bits_per_second)
 
     def delay_seconds(self, kind: str, world: int) -> float:
-        """What the link's delay adds: once for each message of a collective that waits for the one before.
+        """What the link's delay adds: once for each message of a collective that crosses it and waits for the one before.
 
         An all-reduce among N workers goes round a ring twice, in 2(N-1) messages, an all-gather once, in N-1; in an
-        all-to-all all leave at once.
+        all-to-all all leave at once. Workers of one node hand on to each other without a delay.
 
         >>> round(Network(Link(8_000_000, 0.01)).delay_seconds("AllReduce", 4), 9)
         0.06
         """
-        messages = {"AllReduce": 2 * (world - 1), "AllGather": world - 1, "AllToAll": 1}
-        return messages.get(kind, world - 1) * self.link.delay_seconds
+        if not self.crosses(world):
+            return 0.0
+        nodes = -(-world // self.per_node)
+        messages = {"AllReduce": 2 * (nodes - 1), "AllGather": nodes - 1, "AllToAll": 1}
+        return messages.get(kind, nodes - 1) * self.link.delay_seconds
 
 
 class Cable:
-    """One worker's cable, on which collectives go one after the other, in the order in which they are launched.
+    """One node's cable, on which collectives go one after the other, in the order in which they are launched.
 
     A collective that puts b bytes on it takes
 
-        messages * delay + max(alpha + beta * b, (framing * b - tokens) / rate)
+        messages * delay + alpha + max(beta * b, (framing * b - tokens) / rate)
 
     seconds. `alpha` and `beta` are what the hosts need. `tokens` are bytes that pass at once because the cable was idle.
     """
@@ -85,11 +139,12 @@ class Cable:
         """When one that is launched now is over."""
         network, rate = self._network, self._network.bytes_per_second
         start = max(now, self.free_at)
-        took = network.host_seconds(kind, wire_bytes, world)
+        speed = network.host_speed(kind, world)
+        took = speed.seconds(wire_bytes)
+        framed = network.cable_bytes(kind, wire_bytes, world)
         if rate is not None:
             tokens = min(network.burst_bytes, self._tokens + rate * (start - self.free_at))
-            framed = network.framing.get(kind, 1.0) * wire_bytes
-            took = max(took, (framed - tokens) / rate)
+            took = max(took, speed.alpha_seconds + (framed - tokens) / rate)
             self._tokens = min(network.burst_bytes, max(0.0, tokens + rate * took - framed))
         self.free_at = start + took
         return self.free_at + network.delay_seconds(kind, world)

@@ -4,10 +4,17 @@ The training thread computes, encodes and decodes; collectives travel on the cab
 waits. Which round leaves when is the pipeline's rule (`comm/pipeline.py`): in backward, a bucket's next round leaves when the
 next bucket is ready; between steps, a few exchanges are outstanding at a time; outstanding fragments send their rounds at
 fixed steps.
+
+Workers are not equally fast in every step. A round begins when the slowest of them launches it. Since they last waited for
+each other, they have come apart by sqrt(steps) * jitter, and the slowest of N is so many standard deviations behind as the
+largest of N normal numbers is above their mean.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import Protocol
 
 from laconic.cost.network import Cable, Network
@@ -49,11 +56,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds of a step without any communication, in its three parts."""
+    """Seconds of a step without any communication, in its three parts.
+
+    `jitter` is by how much a step's seconds differ from worker to worker: their standard deviation.
+    """
 
     forward: float
     backward: float
     optimizer: float = 0.0
+    jitter: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -85,8 +96,8 @@ class StepTime:
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def step_time(steps: Sequence[Step], compute: Compute, network: Network) -> StepTime:
-    """On average over `steps`, which repeat.
+def step_time(steps: Sequence[Step], compute: Compute, network: Network, *, cycles: int = CYCLES) -> StepTime:
+    """On average over `steps`, which repeat; of the last of so many `cycles`.
 
     >>> from laconic.cost.link import Link
     >>> step_time([Step()], Compute.of(0.3), Network(Link(8_000_000))).share
@@ -94,14 +105,24 @@ def step_time(steps: Sequence[Step], compute: Compute, network: Network) -> Step
     """
     thread = _Thread(network)
     before = (0.0, 0.0, 0.0)
-    for cycle in range(CYCLES):
-        if cycle == CYCLES - 1:
+    for cycle in range(cycles):
+        if cycle == cycles - 1:
             before = (thread.now, thread.worked, thread.waited)
         for step in steps:
             thread.step(step, compute)
     count = len(steps)
     now, worked, waited = (after - then for after, then in zip((thread.now, thread.worked, thread.waited), before, strict=True))
     return StepTime((now - worked - waited) / count, worked / count, waited / count)
+
+
+@cache
+def slowest_of(workers: int) -> float:
+    """By how many standard deviations the slowest of so many workers is behind their mean (Blom 1958), if they are normal.
+
+    >>> [round(slowest_of(workers), 2) for workers in (1, 2, 4, 64)]
+    [0.0, 0.59, 1.05, 2.34]
+    """
+    return NormalDist().inv_cdf((workers - 0.375) / (workers + 0.25))
 
 
 class _Pending:
@@ -122,9 +143,11 @@ class _Thread:
         self.now = self.worked = self.waited = 0.0
         self._network, self._cable = network, Cable(network)
         self._count = 0
+        self._apart = 0.0  # how far workers are apart since they waited for each other: the variance, in seconds squared
         self._outstanding: list[tuple[int, int, list[_Pending]]] = []  # when they left, how many steps they have, and what
 
     def step(self, step: Step, compute: Compute) -> None:
+        self._apart += compute.jitter**2
         self.now += compute.forward
         self._backward(step.in_backward, compute.backward)
         self.now += compute.optimizer
@@ -186,13 +209,15 @@ class _Thread:
         """Wait for the round that is on the cable, do the work behind it, and launch the next one if there is one."""
         if one.finished:
             return
-        self.waited += max(0.0, one.over_at - self.now)
-        self.now = max(self.now, one.over_at)
+        if one.over_at > self.now:
+            self.waited += one.over_at - self.now
+            self.now, self._apart = one.over_at, 0.0
         rounds = one.exchange.rounds
         self._work(one.exchange.work[one.launched])
         if one.launched < len(rounds):
             round_ = rounds[one.launched]
-            one.over_at = self._cable.launch(self.now, round_.kind, round_.wire_bytes, round_.world)
+            slowest = self.now + math.sqrt(self._apart) * slowest_of(round_.world)
+            one.over_at = self._cable.launch(slowest, round_.kind, round_.wire_bytes, round_.world)
             if hidden:  # the hosts' work on it takes time from training
                 host = self._network.host_seconds(round_.kind, round_.wire_bytes, round_.world)
                 self._work(self._network.slow_down * host)

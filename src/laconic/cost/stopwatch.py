@@ -16,9 +16,9 @@ from laconic.cost.step_time import Compute
 class Stopwatch:
     """Times forward, backward and optimizer of each step between `__enter__` and `__exit__`.
 
-    Backward is what lies between the end of a forward and the optimizer's step, and so the loss is part of it. What lies between
-    one step and the next forward, such as the loader, counts as forward: no bucket is ready then. Of several forwards in a
-    step (gradient accumulation) only the last one's backward is one in which buckets travel.
+    Backward is what lies between the end of a forward and the optimizer's step, and so the loss is part of it. What lies
+    between one step and the next forward, such as the loader, counts as forward: no bucket is ready then. Of several forwards
+    in a step (gradient accumulation) only the last one's backward is one in which buckets travel.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -42,11 +42,16 @@ class Stopwatch:
             handle.remove()
 
     def compute(self) -> Compute:
-        """The medians. At least one step must have been made."""
+        """The means, and the standard deviation of a step. At least one step must have been made.
+
+        Means, not medians: where processes share cores, each step is either undisturbed or interrupted for a time slice, and
+        both count.
+        """
         if not self.rows:
             raise ValueError("no step was made, so there is nothing to tell of its compute")
         parts = [[row.forward, row.backward, row.optimizer] for row in self.rows]
-        return Compute(*(statistics.median(column) for column in zip(*parts, strict=True)))
+        forward, backward, optimizer = (statistics.fmean(column) for column in zip(*parts, strict=True))
+        return Compute(forward, backward, optimizer, statistics.pstdev(row.seconds for row in self.rows))
 
     def _after_forward(self, model: nn.Module, args: object, result: object) -> None:
         self._forward_over = now()

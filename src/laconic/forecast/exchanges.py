@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,23 +37,28 @@ class Sent:
         return sum((each.traffic for each in self.rounds), Traffic())
 
 
+Known: TypeAlias = dict[tuple[object, ...], Sent]
+"""Exchanges that were worked out before, by all that they depend on."""
+
+
 class Exchanges:
-    """Exchanges by one reducer; worked out once for all that are alike.
+    """Exchanges by one reducer; worked out once for all that are alike, or looked up in `known`.
 
     Bytes depend on the bucket's shapes and dtype, on the world, on which warm-ups are over, and on the place in its cycle
     where a reducer takes turns: on nothing else. A model repeats its layers, so few exchanges stand for many.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, known: Known | None = None) -> None:
         self._reducer, self._starts = reducer, reducer.changes_at()
         self._cycle = math.lcm(*(each.exchange_cycle for each in _with_inner(reducer)))
-        self._known: dict[tuple[object, ...], Sent] = {}
+        self._known: Known = {} if known is None else known
 
     def of(self, parameters: Mapping[str, Tensor], world: int, step: int, number: int) -> Sent:
         """Of one bucket, in the step after `step` completed ones, as the exchange of this number."""
         names, like = list(parameters), list(parameters.values())
         shapes = tuple((tensor.shape, tensor.stride()) for tensor in like)
-        key = (shapes, like[0].dtype, world, number % self._cycle, *(step >= start for start in self._starts))
+        warm = (step >= start for start in self._starts)
+        key = (self._reducer, shapes, like[0].dtype, world, number % self._cycle, *warm)
         if key not in self._known:
             flat = meta(sum(tensor.numel() for tensor in like), like[0].dtype)
             views, slots = unflatten(flat, like), [{} for _ in names]  # type: list[Tensor], list[dict[str, Tensor]]

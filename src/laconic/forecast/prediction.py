@@ -12,7 +12,7 @@ from laconic._torch.ddp import bucket_assignment
 from laconic._torch.fsdp import is_dtensor, reshard, shard_groups
 from laconic.comm.collectives import Traffic
 from laconic.comm.flat_tensors import local
-from laconic.forecast.exchanges import Exchanges
+from laconic.forecast.exchanges import Exchanges, Known
 from laconic.forecast.timeline import StepTraffic, Trained, as_anchor, scope_sizes, timeline
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
@@ -107,7 +107,7 @@ def predict(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if shards < 1 or not 0 <= shard < shards:
         raise ValueError(f"shards must be at least 1, and shard from 0 to shards - 1, got shards={shards}, shard={shard}")
-    count = _cycle(chosen) if steps is None else steps
+    count = cycle_of(chosen) if steps is None else steps
     if count < 0:
         raise ValueError(f"steps must be 0 or more, got {count}")
     cut = (shards, shard)
@@ -126,8 +126,12 @@ def timeline_of(
     steps: int,
     sizes: Mapping[str, int] | None = None,
     cut: tuple[int, int] = (1, 0),
+    known: Known | None = None,
 ) -> list[StepTraffic]:
-    """Which exchanges leave in which step; arguments as those of `predict`, with `shards` and `shard` in `cut`."""
+    """Which exchanges leave in which step; arguments as those of `predict`, with `shards` and `shard` in `cut`.
+
+    `known` is an empty dictionary at first; calls that share it work out the exchanges that they have in common once.
+    """
     module = model.module if isinstance(model, DistributedDataParallel) else model
     whole = trained(module)
     if not whole:
@@ -138,10 +142,10 @@ def timeline_of(
     if unknown:
         raise ValueError(f"buckets name parameters that the model doesn't train: {', '.join(unknown)}")
     parts = Trained(whole, own, {**own, **_reduced(module, own)}, dict(module.named_buffers()))
-    return list(timeline(strategy, parts, groups, scope_sizes(world_size, sizes), step, steps))
+    return list(timeline(strategy, parts, groups, scope_sizes(world_size, sizes), step, steps, known))
 
 
-def _cycle(strategy: Strategy) -> int:
+def cycle_of(strategy: Strategy) -> int:
     """The strategy's, in which its moments' periods fit, too; some ten thousand steps, where that would be longer."""
     cycle = strategy.cycle
     if cycle is None:

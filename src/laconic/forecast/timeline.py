@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from laconic.comm.scopes import AUTO, Scope
-from laconic.forecast.exchanges import Exchanges, Sent, gathers, means, meta
+from laconic.forecast.exchanges import Exchanges, Known, Sent, gathers, means, meta
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import anchor_dtype
 from laconic.local.fragments import buckets as fragment_buckets
@@ -41,11 +41,17 @@ class Trained:
 
 
 def timeline(
-    strategy: Strategy, trained: Trained, buckets: Sequence[Sequence[str]], sizes: Mapping[str, int], first: int, count: int
+    strategy: Strategy,
+    trained: Trained,
+    buckets: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+    first: int,
+    count: int,
+    known: Known | None = None,
 ) -> Iterator[StepTraffic]:
     """Step by step, `count` steps from step `first` on. `sizes`: of the scopes, from `scope_sizes`."""
-    between = _BetweenSteps(strategy.averaging, trained, sizes, first) if strategy.averaging else None
-    gradients = Exchanges(strategy.reducer)
+    between = _BetweenSteps(strategy.averaging, trained, sizes, first, known) if strategy.averaging else None
+    gradients = Exchanges(strategy.reducer, known)
     for step in range(first, first + count):
         scope = strategy.route.at(step)
         size = size_of(scope, sizes)
@@ -82,7 +88,9 @@ def as_anchor(parameter: Tensor) -> Tensor:
 class _BetweenSteps:
     """What is sent between steps: by the agenda that a run goes by, in the buckets and chunks that it sends."""
 
-    def __init__(self, averaging: Averaging, trained: Trained, sizes: Mapping[str, int], step: int) -> None:
+    def __init__(
+        self, averaging: Averaging, trained: Trained, sizes: Mapping[str, int], step: int, known: Known | None
+    ) -> None:
         self._averaging, self._named, self._buffers, self._sizes = averaging, trained.own, trained.buffers, sizes
         self._agenda = Agenda(averaging, step if step > averaging.start else 0)
         self._syncs = 0
@@ -90,7 +98,7 @@ class _BetweenSteps:
         self._moments: dict[int, list[Sent]] = {}  # by how many of each parameter's are averaged at once
         self._delay = 0
         if averaging.deltas is not None:
-            self._deltas, self._delay = Exchanges(averaging.deltas.reducer), averaging.deltas.delay
+            self._deltas, self._delay = Exchanges(averaging.deltas.reducer, known), averaging.deltas.delay
             parts = fragments(trained.whole, averaging.deltas.fragments, averaging.deltas.order)
             self._fragments = [
                 [{name: as_anchor(self._named[name]) for name in names} for names in fragment_buckets(self._named, part)]

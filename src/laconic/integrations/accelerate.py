@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.advisor.attach import attach as attach_run
 from laconic.integrations.private_parts import prepared_models, prepared_optimizers
 from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, remove, told_to_all
-from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.local_recipes import local_sgd
 from laconic.strategies.strategy import Strategy

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from laconic.advisor.attach import attach as attach_run
 from laconic.checkpoint.contents import set_random
 from laconic.integrations.private_parts import saves_directories
 from laconic.integrations.training import (
@@ -19,7 +20,6 @@ from laconic.integrations.training import (
     told_to_all,
     warn_once,
 )
-from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
 

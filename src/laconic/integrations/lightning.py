@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from laconic.advisor.attach import attach as attach_run
 from laconic.checkpoint.contents import set_random
 from laconic.integrations.fabric import attach as attach
 from laconic.integrations.private_parts import (
@@ -29,7 +30,6 @@ from laconic.integrations.training import (
     remove,
     warn_once,
 )
-from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
 

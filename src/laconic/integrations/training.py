@@ -167,6 +167,9 @@ class IdleRun:
         """There is one replica."""
         yield
 
+    def advice(self) -> None:
+        """There is nothing to choose."""
+
     def layout(self) -> list[list[str]]:
         """No bucket is sent."""
         return []

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from laconic.advisor.attach import attach
 from laconic.integrations.training import Consensus, IdleRun, Training, alone, check, ddp_in, remove, told_to_all
-from laconic.run.attach import attach
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import laconic
 from laconic.cost.link import Link
-from laconic.lab import warm_start
+from laconic.lab import host_speeds, warm_start
 from laconic.lab.link import refusal
-from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
 from laconic.lab.workers import Workers
 from laconic.report import comparison_records as records
 from laconic.report.comparison_records import Record, Results
@@ -137,13 +136,17 @@ def _words(task: str, who: str, link: str, note: str | None, steps: Iterable[int
 
 
 def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Results, board: Board) -> Iterator[Record]:
-    """Have the workers train, one job after the other; a record each. The board hears how it goes."""
+    """Have the workers train, one job after the other; a record each. The board is told how it goes."""
     if not jobs:
         return
     link = Link() if results.link_note else comparison.link
     seeds = {seed for _, seed in jobs}
     starts = warm_start.ensure(comparison.task, comparison.warm, seeds, comparison.workers, results.fingerprint, board.say)
-    common = {"task": comparison.task, "looks": LOOKS, "warmup": WARMUP}
+    probe = host_speeds.ensure(
+        comparison.workers, comparison.island_size, cables=link.bits_per_second is not None, say=board.say
+    )
+    asked = [(one.bits_per_second, one.delay_seconds) for one in (link, comparison.link)]
+    common = {"task": comparison.task, "looks": LOOKS, "warmup": WARMUP, "probe": str(probe), "links": asked}
     common |= {"steps": comparison.steps} if comparison.seconds is None else {"seconds": comparison.seconds}
     orders = [
         {
@@ -159,18 +162,15 @@ def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Resu
         for strategy, seed in jobs:
             board.begin(strategy)
             told = workers.told(strategy, functools.partial(board.heard, strategy))
-            yield _record(comparison, strategy, seed, told, limited=not results.link_note)
+            yield _record(strategy, seed, told, limited=not results.link_note)
 
 
-def _record(
-    comparison: Comparison, strategy: str, seed: int, told: Mapping[str, list[dict[str, Any]]], *, limited: bool
-) -> Record:
+def _record(strategy: str, seed: int, told: Mapping[str, list[dict[str, Any]]], *, limited: bool) -> Record:
     last, (end,) = told["look"][-1], told["end"]
     steps = last["step"]
     step_ms = last["seconds"] / last["timed"] * 1e3
     wait = None if end["wait_seconds"] is None else end["wait_seconds"] / last["timed"] * 1e3
-    wire = wire_seconds(end["wire_bytes"], comparison.link) * comparison.island_size  # what its workers send shares a link
-    wire += delay_seconds(end["collectives"], comparison.islands, comparison.link)
+    here_ms, asked_ms = end["expected_ms"]
     bytes_per_step = {
         "counted": last["bytes"] / steps,
         "predicted": end["predicted"] / steps,
@@ -183,7 +183,8 @@ def _record(
         val_loss=records.finite(last["loss"]),
         seconds=last["seconds"],
         step_ms=step_ms,
-        predicted_step_ms=None if limited else predicted_ms(strategy, step_ms, wire * 1e3),
+        predicted_step_ms=None if limited else asked_ms,
+        expected_step_ms=here_ms,
         wire_bytes_per_step=bytes_per_step,
         wait_ms=wait,
         curve=[[look["step"], look["seconds"], look["bytes"], records.finite(look["loss"])] for look in told["look"]],
@@ -191,17 +192,12 @@ def _record(
     )
 
 
-def predicted_ms(strategy: str, step_ms: float, wire_ms: float) -> float:
-    """What a step that was measured without a limit would take over the link."""
-    return step_seconds(step_ms, wire_ms, in_the_air=_in_the_air(strategy))
-
-
 def settle_seconds(strategy: str, link: Link) -> float:
     """How long a cable must be silent until nothing is outstanding: messages that wait for each other leave gaps."""
-    return QUIET_SECONDS + 2 * link.delay_seconds if _in_the_air(strategy) else 0.0
+    return QUIET_SECONDS + 2 * link.delay_seconds if _stays_outstanding(strategy) else 0.0
 
 
-def _in_the_air(strategy: str) -> bool:
+def _stays_outstanding(strategy: str) -> bool:
     averaging = laconic.strategy(strategy).averaging
     return averaging is not None and averaging.deltas is not None and averaging.deltas.delay > 0
 

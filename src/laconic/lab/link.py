@@ -15,10 +15,13 @@ from typing import IO
 from laconic.cost.link import Link
 
 KILLED = "was killed by"
+FASTEST = 34 * 10**9  # bits a second: the kernel's token buckets (tbf) hold up to 34.3 gbit in 32 bits
 
 
 def refusal(link: Link) -> str | None:
     """Why such a link can't be had here, in one line; None: it can. Tried for real, in a namespace that goes at once."""
+    if link.bits_per_second is not None and link.bits_per_second > FASTEST:
+        return f"the fastest link that can be emulated has {Link(FASTEST)}, and {link} is asked for"
     if sys.platform != "linux":
         return f"limited links need Linux's network namespaces, and this is {sys.platform}"
     if shutil.which("unshare") is None:

@@ -1,6 +1,5 @@
 """One worker of a comparison: trains a task by one strategy after the other, and tells how it goes."""
 
-import copy
 import gc
 import json
 import math
@@ -9,19 +8,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 import laconic
-from laconic.lab import tasks
-from laconic.lab.file_task import TaskError, blame
+from laconic._torch.process_groups import default_group
+from laconic.advisor.probe import measure
+from laconic.comm.group import TorchGroup
+from laconic.lab.file_task import blame
 from laconic.lab.link import sent_bytes
+from laconic.lab.prediction import compute_of, step_ms
+from laconic.lab.trainee import Trainee, build, step, undone
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
 PACED, MOST_PACED = 6, 512  # steps by which the pace of a run is judged: at first, and at most
@@ -32,62 +33,6 @@ LINE_PREFIX = "laconic-lab"  # begins the lines that are meant for the lab
 def tell(facts: Mapping[str, object]) -> None:
     """A line for the lab, in one write: up to 4096 bytes, the lines of several workers don't mix in a pipe."""
     os.write(sys.stdout.fileno(), f"\n{LINE_PREFIX} {json.dumps(facts)}\n".encode())
-
-
-class Trainee(NamedTuple):
-    """What is trained, ready for its first step."""
-
-    task: tasks.Task
-    model: nn.Module  # a DistributedDataParallel, or sharded
-    optimizer: Optimizer
-    mesh: DeviceMesh | None = None  # of the islands over which it is sharded
-
-    @property
-    def bare(self) -> nn.Module:
-        """The task's own model."""
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-
-    @property
-    def replicas(self) -> int:
-        """So many workers, or islands, have a model each."""
-        return dist.get_world_size() if self.mesh is None else self.mesh["replicate"].size()
-
-
-def build(job: Mapping[str, Any], mesh: DeviceMesh | None = None) -> Trainee:
-    """A task's model and optimizer, as its own function `warm` leaves them, or a warm start of the lab's.
-
-    With a mesh of islands, the model is sharded then; its optimizer's memory comes with it.
-    """
-    task = tasks.load(job["task"])
-    torch.manual_seed(job["seed"])
-    model = DistributedDataParallel(task.model())
-    optimizer = task.optimizer(model)
-    task.warm(model.module, optimizer)
-    if job.get("start"):
-        try:
-            state = torch.load(job["start"])
-            model.module.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-        except Exception as error:  # whatever a damaged file leads to
-            said = f"the warm start {job['start']} can't be used ({type(error).__name__}: {error}); delete it, and run again"
-            raise TaskError(said) from error
-    if mesh is None:
-        return Trainee(task, model, optimizer)
-    from laconic.lab.islands import shard, shard_state  # half a second to import: DTensors
-
-    bare = model.module  # in which DDP has made the weights the same on all workers
-    shard(bare, mesh)
-    sharded = task.optimizer(bare)
-    shard_state(optimizer.state_dict(), sharded)
-    return Trainee(task, bare, sharded, mesh)
-
-
-def step(trainee: Trainee, batch: Any) -> None:
-    """One step of training, as a user's loop makes it."""
-    loss: Any = trainee.task.loss(trainee.model, batch)
-    loss.backward()
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
 
 
 def warm_up(job: Mapping[str, Any]) -> None:
@@ -109,8 +54,7 @@ def warm_up(job: Mapping[str, Any]) -> None:
 
 def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
     """As many steps as take `job["seconds"]`, by the pace of some that are made for that alone; then all is as it was."""
-    model, optimizer, strategy = trainee.bare, trainee.optimizer, laconic.strategy(job["strategy"])
-    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    strategy = laconic.strategy(job["strategy"])
     batches = trainee.task.batches(dist.get_rank(), dist.get_world_size(), job["seed"] + OTHER_DATA)
 
     def pace(steps: int) -> float:
@@ -124,7 +68,7 @@ def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
         dist.broadcast(took, 0)
         return took.item()
 
-    with laconic.attach(trainee.model, optimizer, job["strategy"], mesh=trainee.mesh):
+    with undone(trainee), laconic.attach(trainee.model, trainee.optimizer, job["strategy"], mesh=trainee.mesh):
         pace(job["warmup"])  # untimed in the run, too
         early, made = pace(PACED), job["warmup"] + PACED
         warm = max(0, strategy.warmup - job["warmup"])  # timed steps of a warm-up of the strategy's own
@@ -135,9 +79,30 @@ def steps_within(job: Mapping[str, Any], trainee: Trainee) -> int:
             fitting = job["seconds"] / early - warm
             later = pace(_whole_periods(strategy, max(1, min(int(fitting), MOST_PACED))))
             count = warm + (job["seconds"] - warm * early) / later
-    model.load_state_dict(kept[0])
-    optimizer.load_state_dict(kept[1])
     return max(10, int(job["warmup"]) + round(count))
+
+
+def expected(job: Mapping[str, Any], trainee: Trainee, steps: int) -> list[float]:
+    """What the cost model says of a step of the run that follows, over each of the job's links; none where nobody asks."""
+    if "probe" not in job:
+        return []
+    with undone(trainee):
+        batches = trainee.task.batches(dist.get_rank(), dist.get_world_size(), job["seed"] + OTHER_DATA)
+        compute = compute_of(trainee, batches)
+    return step_ms(job, trainee, compute, steps)
+
+
+def probe(job: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
+    """How long collectives of those who average together take between these hosts; kept in a file."""
+    group = default_group() if mesh is None else mesh["replicate"].get_group()
+    found = measure(TorchGroup(group), torch.device("cpu"), seconds=job["probe_seconds"])
+    if dist.get_rank() == 0:
+        partial = Path(f"{job['save']}.{os.getpid()}")
+        partial.write_text(found.text())
+        partial.replace(job["save"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        tell({"kind": "end"})
 
 
 def _whole_periods(strategy: laconic.Strategy, most: int) -> int:
@@ -165,6 +130,7 @@ def train(job: Mapping[str, Any], mesh: DeviceMesh | None = None) -> None:
     steps = int(job["steps"]) if "steps" in job else steps_within(job, trainee)
     if rank == 0:
         tell({"kind": "plan", "steps": steps})
+    expected_ms = expected(job, trainee, steps)
     predicted = laconic.predict(job["strategy"], trainee.bare, world_size=replicas, step=0, steps=steps, sizes={"node": 1})
     schedule = task.schedule(optimizer, steps)
     batches = task.batches(rank, world, job["seed"])
@@ -214,8 +180,7 @@ def train(job: Mapping[str, Any], mesh: DeviceMesh | None = None) -> None:
                 "kind": "end",
                 "wait_seconds": _waited(waited_before, stats.wait_seconds),
                 "predicted": predicted.wire_bytes,
-                "wire_bytes": {kind: count / steps for kind, count in stats.wire_bytes_by_kind.items()},
-                "collectives": {kind: count / steps for kind, count in stats.collectives_by_kind.items()},
+                "expected_ms": expected_ms,
             }
         )
 
@@ -262,12 +227,14 @@ def main() -> None:
             dist.barrier()
             if "warm" in job:
                 warm_up(job)
+            elif "probe_seconds" in job:
+                probe(job, mesh)
             else:
                 train(job, mesh)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:
-        text, trace = f"{type(error).__name__}: {error}"[:500], blame(error, jobs[0]["task"])[-3000:]
+        text, trace = f"{type(error).__name__}: {error}"[:500], blame(error, jobs[0].get("task", ""))[-3000:]
         tell({"kind": "error", "rank": os.environ.get("RANK"), "text": text, "trace": trace})
         sys.exit(1)
 

@@ -28,6 +28,7 @@ class Record:
     wait_ms: float | None  # a step, while the training thread stood still
     curve: list[list[float | None]]  # [step, seconds, bytes, loss]; the loss is None where it is no finite number
     pace: list[list[float | None]]  # of each timed step: its milliseconds, and those of waiting in it
+    expected_step_ms: float | None = None  # what the cost model says of `step_ms`, before the run; older files have none
 
 
 @dataclass

@@ -31,6 +31,7 @@ class Row:
     kernel: float | None
     step_ms: float
     predicted_ms: float | None  # over the link that could not be had
+    model_ms: float | None  # what the cost model said of `step_ms` before the run
     spread: float | None  # of the step time over seeds, as a share
     noise_ms: float  # standard error of the step time; 0 where nothing is known of it
     speed: float | None  # against ddp, as `share` over the link: predicted, where it could not be had
@@ -44,6 +45,11 @@ class Row:
     def link_ms(self) -> float:
         """A step over the link that was asked for: measured, or predicted where it could not be had."""
         return self.step_ms if self.predicted_ms is None else self.predicted_ms
+
+    @property
+    def model_error(self) -> float | None:
+        """How far off the cost model was, as a share of what was measured."""
+        return None if self.model_ms is None else self.model_ms / self.step_ms - 1
 
 
 def rows(results: Results) -> list[Row]:
@@ -78,6 +84,7 @@ def rows(results: Results) -> list[Row]:
                 _known([run.wire_bytes_per_step["kernel"] for run in runs]),
                 step_ms,
                 _known([run.predicted_step_ms for run in runs]),
+                _known([run.expected_step_ms for run in runs]),
                 statistics.pstdev([run.step_ms for run in runs]) / step_ms if len(runs) > 1 else None,
                 _noise_ms(runs),
                 base_ms / link_ms if base_ms else None,

@@ -14,7 +14,8 @@ LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. spread: of the "
     "loss, over seeds, or with one seed over the last looks of its curve. Bytes: what one worker must "
     "put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
-    "step: of the timed ones, without the first five; bytes are of all. speed: against ddp(). limit: share of the step rate "
+    "step: of the timed ones, without the first five; bytes are of all. model: the same, as the cost model predicted it before "
+    "the run. speed: against ddp(). limit: share of the step rate "
     "of silent(), which never communicates; noise: it came out faster than that, which is the machine's noise. to ddp loss: "
     "seconds until the final loss of ddp() with the same seed, to 0.1 %, is reached and kept."
 )
@@ -69,7 +70,20 @@ def fitting(numbers: Sequence[Sequence[str]], width: int) -> list[list[Sequence[
 def columns(results: Results) -> list[str]:
     """The heads of the table; what a link would cost only where it could not be had."""
     timed = ["steps", "equal steps"] if results.seconds is not None else []
-    names = ["strategy", "val loss", "vs ddp", "spread", *timed, "bytes/step", "predicted", "kernel", "step", "speed", "limit"]
+    names = [
+        "strategy",
+        "val loss",
+        "vs ddp",
+        "spread",
+        *timed,
+        "bytes/step",
+        "predicted",
+        "kernel",
+        "step",
+        "model",
+        "speed",
+        "limit",
+    ]
     names.append("to ddp loss")
     return [*names, "on the link"] if results.link_note else names
 
@@ -86,6 +100,7 @@ def cells(row: Row, results: Results) -> list[str]:
         human(row.predicted),
         human(row.kernel),
         f"{row.step_ms:.1f} ms",
+        f"{row.model_ms:.1f} ms" if row.model_ms is not None else "",
         f"{row.speed:.2f}x" if row.speed else "",
         limit(row),
         reached(row),

@@ -159,4 +159,16 @@ def ground(results: Results) -> str:
         "link and machine. Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all "
         "workers share "
         f"its cores. Noise: {noise or 'not known'}{'' if over else '; one seed, so nothing is known over seeds'}."
+        f"{_model(results)}"
     )
+
+
+def _model(results: Results) -> str:
+    """How far off the cost model was; of silent() it knows the answer."""
+    off = {row.strategy: row.model_error for row in rows(results) if row.strategy != LIMIT}
+    known = {strategy: error for strategy, error in off.items() if error is not None}
+    if not known:
+        return ""
+    worst = max(known, key=lambda strategy: abs(known[strategy]))
+    middle = statistics.median(abs(error) for error in known.values())
+    return f" The cost model was off by {middle:.0%} of the step time (median), at most by {known[worst]:+.0%} ({worst})."

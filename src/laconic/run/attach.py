@@ -1,7 +1,7 @@
 """Attaching a strategy to a model and its optimizers."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,16 @@ from laconic.run.engine import Engine
 from laconic.run.environment import explain_unread
 from laconic.run.run import Run, engine_of
 from laconic.run.sharding import ranks_of
-from laconic.strategies.strategy import Strategy
+from laconic.run.stats import Observer
+from laconic.strategies.strategy import Advised, Strategy
+
+
+class Pilot(Observer, Protocol):
+    """Who chooses the strategy of a run while it is trained; one on each rank."""
+
+    def begin(self, run: Run) -> None:
+        """The run is attached, and its first step is to come."""
+        ...
 
 
 def attach(
@@ -32,55 +41,9 @@ def attach(
     mesh: DeviceMesh | None = None,
     replicate: str = "replicate",
     check_every: int = 0,
+    advisor: Callable[[Advised], Pilot] | None = None,
 ) -> Run:
-    """Train `model` by `strategy`, with the loop as it is.
-
-    All ranks call this together. They compare what they were given, and any difference is an error on all of them.
-
-    - `model`: a DistributedDataParallel; or one that is sharded over islands of ranks, by `fully_shard` or tensor parallelism;
-      or any module, where the strategy never averages gradients. But for a DistributedDataParallel, which has seen to it
-      itself, a model starts on all ranks with the first one's numbers, or on all islands with the first island's.
-    - `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
-    - `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`.
-    - `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too.
-    - `uneven`: what happens where ranks run out of batches at different steps. "error" names them; "stop" lets all stop
-      together, for the price of a one-byte collective before each exchange.
-    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`. Of a sharded
-      model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
-    - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
-      `check_replicas`.
-
-    >>> import torch, laconic
-    >>> from torch.nn.parallel import DistributedDataParallel
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with laconic.attach(model, optimizer, "bf16()") as run:
-    ...     for batch in torch.ones(3, 8, 4):
-    ...         model(batch).sum().backward()
-    ...         optimizer.step()
-    ...         optimizer.zero_grad()
-    >>> run.stats().steps, run.stats().payload_bytes
-    (3, 60)
-
-    The same with every argument, on a model that is not wrapped:
-
-    >>> from torch.distributed.device_mesh import init_device_mesh
-    >>> bare, scaler = torch.nn.Linear(4, 2), torch.amp.GradScaler("cpu")
-    >>> weight, bias = torch.optim.SGD([bare.weight], lr=0.1), torch.optim.SGD([bare.bias], lr=0.1)
-    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("inner",))
-    >>> with laconic.attach(
-    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10
-    ... ) as run:
-    ...     for batch in torch.ones(4, 8, 4):
-    ...         scaler.scale(bare(batch).sum()).backward()
-    ...         scaler.step(weight)
-    ...         scaler.step(bias)
-    ...         scaler.update()
-    >>> run.stats().syncs
-    2
-    >>> torch.distributed.destroy_process_group()
-    """
+    """As `laconic.attach`, which knows an advisor. Without one, a strategy that leaves the choice to it is refused."""
     explain_unread()
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -91,13 +54,26 @@ def attach(
     everyone, device = TorchGroup(ranks.everyone, places=ranks.places), control_device(ranks.everyone)
     try:
         given = check(model, optimizer, strategy, scaler, uneven, mesh, replicate, ranks, check_every)
+        pilot = _pilot(given.strategy, advisor)
     except (TypeError, ValueError) as problem:
         agree([], problem, everyone, device)
         raise
     identity = agree(given.facts(), None, everyone, device)
     if ranks.sharded:
         agree_apart(given.own_facts(), TorchGroup(ranks.replicas, places=ranks.places), everyone, device)
-    return Run(Engine(given, identity))
+    run = Run(Engine(given, identity))
+    if pilot is not None:
+        engine_of(run).pilot = pilot
+        pilot.begin(run)
+    return run
+
+
+def _pilot(strategy: Strategy, advisor: Callable[[Advised], Pilot] | None) -> Pilot | None:
+    if strategy.advised is None:
+        return None
+    if advisor is None:
+        raise ValueError(f"{strategy} leaves the choice to the advisor, and laconic.run knows none; call laconic.attach")
+    return advisor(strategy.advised)
 
 
 def check_replicas(run: Run) -> None:

@@ -31,7 +31,7 @@ from laconic.run.clock import Clock
 from laconic.run.residuals import Residuals
 from laconic.run.second_moment import SecondMoment
 from laconic.run.state import memory_of
-from laconic.run.stats import Counter, Observer
+from laconic.run.stats import Advice, Counter, Observer
 from laconic.strategies.routes import silent
 from laconic.strategies.strategy import Averaging
 
@@ -69,6 +69,9 @@ class Engine:
         self.group, self.replicas = self.groups.everyone, self.groups.world  # all ranks; those that this one averages with
         self.inspector = Inspector()
         self.observers: list[Observer] = []
+        self.pilot: Observer | None = None  # who chooses the strategy, where that is left to an advisor; told last, may swap
+        self.advised_by = given.strategy if given.strategy.advised is not None else None
+        self.advice: Advice | None = None
         self.live, self.in_consensus = True, False
         self.unequal = False  # it has ended, or is to end, with replicas that differ, and that is the user's wish
         self._failure: str | None = None
@@ -153,6 +156,8 @@ class Engine:
         for observer in self.observers:
             observer.stepped()
         self.inspector.syncs.clear()
+        if self.pilot is not None:
+            self.pilot.stepped()
 
     def _before_forward(self) -> None:
         if self.ddp is None:
@@ -235,7 +240,7 @@ class Engine:
             if task is not None:
                 task(failed)
         finally:
-            for observer in self.observers:
+            for observer in [*self.observers, *([self.pilot] if self.pilot is not None else [])]:
                 observer.ended(self._failure)
             drifted = self.drifted
             self._stop()

@@ -1,5 +1,6 @@
 """Going on where a state was taken: by the same strategy, or by another one."""
 
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -19,12 +20,14 @@ def state_of(engine: Engine) -> dict[str, Any]:
     local = engine.local.state()
     check_tensors(engine.memory)
     check_tensors((local["deltas"] or {}).get("memory", {}))
+    advised = {} if engine.advised_by is None else {"advised_by": str(engine.advised_by)}
     return {
         "version": VERSION,
         "rank": engine.group.rank,
         "world": engine.group.world,
         "kept": kept_of(engine.memory, local["deltas"]),
         "strategy": str(engine.strategy),
+        **advised,
         "step": engine.clock.step,
         "ahead": engine.clock.ahead,
         "exchanges": engine.hook.exchanges if engine.hook else 0,
@@ -50,11 +53,20 @@ def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state, "strategy": str(engine.strategy if former == engine.strategy else former)}
 
 
+def is_of_this_auto(engine: Engine, state: Mapping[str, Any]) -> bool:
+    """Whether both leave their strategy to the advisor by the same words.
+
+    Then the run goes on by the strategy that the state has: the one that was chosen, or none yet.
+    """
+    by = engine.advised_by
+    return by is not None and state.get("advised_by") == str(by) and _fits(engine, str(state.get("strategy")))
+
+
 def check_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> None:
     """Raise if `load_state` would; nothing is changed."""
     engine.require_live("load_state_dict")
     chosen, state = str(engine.strategy), respelt(engine, state)
-    former = chosen if strict else str(state.get("strategy"))
+    former = chosen if strict and not is_of_this_auto(engine, state) else str(state.get("strategy"))
     checked(state, former, engine.group.rank, engine.parameters, engine.memory)
     if former != chosen:
         saved(former)  # says what is wrong with it
@@ -67,6 +79,9 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
     former, wanted = str(state["strategy"]), engine.strategy
     if former == str(wanted):
         _load(engine, state)
+        return
+    if is_of_this_auto(engine, state):
+        _load_chosen(engine, state, former)
         return
     unused = tied_to_strategy(state)
     if _fits(engine, former):
@@ -89,6 +104,21 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
         + (f"; not used: {', '.join(unused)}" if unused else ""),
         stacklevel=3,
     )
+
+
+def _load_chosen(engine: Engine, state: Mapping[str, Any], former: str) -> None:
+    """Go on by the strategy of the state: the advisor chose it then, or had not chosen yet."""
+    agree([f"state of {former}"], None, engine.group, engine.device)
+    with engine.during(f"going on by {former}"):
+        switch_to(engine, saved(former), equal=True)  # as good as: what differs is about to be overwritten
+        _load(engine, state)
+    engine.advice = None
+    if engine.strategy.advised is None and engine.group.rank == 0:
+        print(  # noqa: T201  # as the choice itself is told
+            f"laconic: {engine.advised_by} goes on by {former}, which the state of step {engine.step} has; nothing is probed",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def begin_at(engine: Engine, step: int) -> None:

@@ -18,7 +18,7 @@ from laconic.run import resume
 from laconic.run.arguments import check_route, check_sharded
 from laconic.run.ending import make_equal, warn_if_still_warming_up
 from laconic.run.engine import Engine, Stop
-from laconic.run.stats import Stats
+from laconic.run.stats import Advice, Stats
 from laconic.run.switch import switch_to
 from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
@@ -63,6 +63,13 @@ class Run:
             collectives_by_kind={kind: cost.collectives for kind, cost in counts.kinds.items()},
             counted_steps=counts.steps,
         )
+
+    def advice(self) -> Advice | None:
+        """What the advisor has found, the same on all ranks: `.choice`, `.reason`, and `.rows`, one for each strategy.
+
+        None, unless the run is by `auto()` and has chosen in this process: after a resume, the choice was made before.
+        """
+        return self._engine.advice
 
     def layout(self) -> list[list[str]]:
         """DDP's buckets as they are, by parameter name. DDP rebuilds them once, after the first backward."""
@@ -121,12 +128,16 @@ class Run:
             chosen = read(strategy)
             check_route(chosen, engine.place, engine.replicas.world)
             check_sharded(chosen, engine.optimizers)
+            if chosen.advised is not None and engine.pilot is None:
+                raise ValueError(f"{chosen} chooses at the start of a run; attach it, or swap to a strategy of your choice")
         except (TypeError, ValueError) as problem:
             agree([], problem, engine.group, engine.device)
             raise
         agree([f"strategy {chosen}", f"step {engine.clock.step}"], None, engine.group, engine.device)
         with engine.during(f"going over to {chosen}"):
             switch_to(engine, chosen)
+        if chosen.advised is not None:
+            engine.advised_by, engine.advice = chosen, None
 
     def detach(self) -> None:
         """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""

@@ -132,3 +132,16 @@ class Observer(Protocol):
     def ended(self, failure: str | None) -> None:
         """The run is about to be taken off; `failure`: why, unless all went well."""
         ...
+
+
+class Advice(Protocol):
+    """Which strategy was chosen, out of which, and why: `laconic.advisor.advice.Advice`."""
+
+    @property
+    def reason(self) -> str:
+        """In a sentence or two."""
+        ...
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: the choice, the reason, and a row for each strategy."""
+        ...

@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from laconic.comm.group import CommunicationError
 from laconic.gradients.dispatcher import in_buffers
@@ -19,10 +19,16 @@ from laconic.ranks.agreement import PeerError
 from laconic.ranks.presence import UnevenError
 from laconic.script.exit_codes import LOST_A_PEER
 
+if TYPE_CHECKING:
+    from laconic.script.auto import Auto
+    from laconic.script.measuring import Measuring
+
+MEASURED = "LACONIC_ADVISE"  # names the file for what is timed
+
 
 def main(arguments: list[str]) -> None:
     """Run a script, or `-m module`, as Python would, attached; its exit code and its traceback are its own."""
-    if not arguments or "LACONIC_STRATEGY" not in os.environ:
+    if not arguments or not {"LACONIC_STRATEGY", MEASURED} & os.environ.keys():
         sys.exit(
             "python -m laconic.script runs a script by the strategy that LACONIC_STRATEGY names, for launchers other than "
             'laconic\'s: LACONIC_STRATEGY="int8()" accelerate launch -m laconic.script train.py; without one, use laconic run'
@@ -32,9 +38,7 @@ def main(arguments: list[str]) -> None:
     sys.argv = [target, *rest]
     if not as_module:
         sys.path[0] = str(Path(target).resolve().parent)
-    from laconic.script.auto import install  # not before: the strategy may name a class in a module beside the script
-
-    auto = install(os.environ["LACONIC_STRATEGY"], os.environ.get("LACONIC_ISLAND_SIZE"))
+    auto = _installed()
     code = 0
     try:
         if as_module:
@@ -54,6 +58,17 @@ def main(arguments: list[str]) -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else LOST_A_PEER if _lost_a_peer(error) else 1
     auto.status = code
     _leave(code)
+
+
+def _installed() -> "Auto | Measuring":
+    """What watches the script: it attaches a strategy, or times some steps."""
+    if MEASURED in os.environ:
+        from laconic.script.measuring import Measuring
+
+        return Measuring(Path(os.environ[MEASURED]))
+    from laconic.script.auto import install  # not before: the strategy may name a class in a module beside the script
+
+    return install(os.environ["LACONIC_STRATEGY"], os.environ.get("LACONIC_ISLAND_SIZE"))
 
 
 def _lost_a_peer(error: BaseException | None) -> bool:

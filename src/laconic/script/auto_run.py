@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic.advisor.attach import attach
 from laconic.comm.exchange import complete
 from laconic.comm.ledger import Ledger
 from laconic.forecast import predict
@@ -19,8 +20,8 @@ from laconic.gradients.dispatcher import Dispatcher
 from laconic.meter import Meter
 from laconic.ranks.agreement import gather_texts
 from laconic.run.arguments import unwrapped
-from laconic.run.attach import attach
 from laconic.run.ending import warn_if_still_warming_up
+from laconic.run.resume import is_of_this_auto
 from laconic.run.run import Run, engine_of
 from laconic.run.state import replicated
 from laconic.script.islands import Islands
@@ -121,7 +122,7 @@ class AutoRun:
         if state is None or "none" in rows:
             having = [str(rank) for rank, row in enumerate(rows) if row != "none"]
             raise RuntimeError(f"only rank {', '.join(having)} loaded an optimizer with laconic's state; load it on all ranks")
-        if state["strategy"] != str(run.strategy):
+        if state["strategy"] != str(run.strategy) and not is_of_this_auto(engine, state):
             log(f"the checkpoint is of {state['strategy']}; going on by {run.strategy}")
         if rows == [str(rank) for rank in range(len(rows))]:
             if state.get("world", len(rows)) != len(rows):
@@ -210,6 +211,8 @@ def _attached(run: Run) -> str:
 
 def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
     """How much it sends, where that is known."""
+    if strategy.advised is not None:
+        return ": it trains as ddp() until it has chosen"
     plain = predict("ddp()", model, world_size=world)
     if strategy.cycle is None or not plain.wire_bytes:
         return ""

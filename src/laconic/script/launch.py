@@ -4,14 +4,59 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from laconic.cost.link import parse
 from laconic.script.exit_codes import LOST_A_PEER
+from laconic.strategies.auto_recipe import auto
 from laconic.strategies.parsing import strategy as read
+from laconic.strategies.strategy import Advised
 
 Rehearsal = Callable[[list[str], int, Mapping[str, str]], int]
 """Runs a command in so many processes with this environment, and returns an exit code: instead of torchrun."""
+
+
+def measure(arguments: Sequence[str], file: Path) -> int:
+    """Start a script in one process, time some steps of it, and have `file` written; the script's exit code.
+
+    `arguments` are the script, or `-m` and a module, and what it is given. The file is JSON, version 1: `compute` has the
+    seconds of forward, backward and optimizer, `parameters` a shape for each name, `dtype` is that of most of them, and
+    `optimizer` is "adam" or "sgd". It is missing where the script made no step that could be timed.
+    """
+    from torch.distributed.run import parse_args
+
+    parsed = parse_args(["--standalone", "--nproc-per-node=1", *arguments])  # type: ignore[no-untyped-call]
+    _check_script(parsed)
+    os.environ["LACONIC_ADVISE"] = str(file.resolve())
+    os.environ.pop("LACONIC_STRATEGY", None)  # nothing is attached
+    script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
+    command = [*script, *parsed.training_script_args]
+    parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.script", command
+    return _torchrun(parsed)
+
+
+def _check_script(parsed: Any) -> None:
+    if parsed.no_python:
+        raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
+    if not parsed.module and not Path(parsed.training_script).is_file():
+        raise ValueError(f"there is no script {parsed.training_script}")
+
+
+def _text(strategy: str, risk: str | None) -> str:
+    """The strategy as the processes read it, with the risk that the command line allows the advisor."""
+    chosen = read(strategy)
+    if chosen.advised is not None and chosen.advised.link is not None:
+        parse(chosen.advised.link)  # says what is wrong with it
+    if risk is None:
+        return str(chosen)
+    if chosen.advised is None:
+        raise ValueError(f"--risk is what auto() may choose, and the strategy is {chosen}; leave it out, or use -s auto")
+    if chosen.advised.risk != Advised().risk:
+        raise ValueError(f"--risk {risk} and {chosen} both give a risk; give one of them")
+    return str(auto(**{**asdict(chosen.advised), "risk": risk}))
 
 
 def launch(
@@ -22,21 +67,20 @@ def launch(
     tensorboard: bool = False,
     rehearsal: Rehearsal | None = None,
     island_size: str | None = None,
+    risk: str | None = None,
 ) -> int:
     """Start a script by torchrun's own launcher, or in a rehearsal; the exit code of the first process that failed, or 0.
 
+    `risk` is that of `auto()`, for other strategies None.
     `island_size` is how many of its processes hold one model together, sharded, or "node"; None: the script knows.
     """
     from torch.distributed.run import parse_args
 
     parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
     with _path_of(None if parsed.module else parsed.training_script):
-        text = str(read(strategy))
-    if parsed.no_python:
-        raise ValueError("laconic run starts Python scripts; --no-python is for other programs")
+        text = _text(strategy, risk)
+    _check_script(parsed)
     script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
-    if not parsed.module and not Path(parsed.training_script).is_file():
-        raise ValueError(f"there is no script {parsed.training_script}")
     environment = {"LACONIC_STRATEGY": text}
     if record is not None:
         environment["LACONIC_RECORD"] = str(record.resolve())
@@ -67,6 +111,11 @@ def launch(
         return 1 if code == LOST_A_PEER else code
     os.environ.update(environment)
     parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.script", command
+    return torchrun(parsed, arguments)
+
+
+def torchrun(parsed: Any, arguments: Sequence[str]) -> int:
+    """Start by torchrun's own launcher what was parsed from `arguments`, and perhaps replaced; the exit code, as above."""
     alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint
     if alone and parsed.master_port is None and "--master-addr" not in " ".join(arguments).replace("_", "-"):
         parsed.standalone = True  # a free port: two runs on one machine don't meet

@@ -15,6 +15,8 @@ BUFFERS = ("average", "local", "broadcast")
 MOMENTS = ("keep", "average", "reset", "auto")
 ORDERS = ("strided", "contiguous", "bytes")
 SECOND_MOMENTS = ("local", "slow", "shared")
+RISKS = ("same", "rounding", "delay", "local")
+PROBE_SECONDS = (0.1, 60.0)  # the shortest and the longest
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,36 @@ class Averaging:
 
 
 @dataclass(frozen=True)
+class Advised:
+    """The user leaves the choice to the advisor; until it has chosen, the run goes by the rest of the strategy.
+
+    The advisor chooses the mildest strategy that reaches `share` of the rate without communication, and none above `risk`. It
+    times `steps` steps, and probes the ranks' own network for `seconds`; with `link`, it goes by that link's rate instead.
+    """
+
+    risk: str = "delay"
+    share: float = 0.95
+    link: str | None = None  # such as "1gbit:20ms"
+    steps: int = 10
+    seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.risk not in RISKS:
+            raise ValueError(f"risk must be one of {', '.join(RISKS)}, from mild to strong, got {self.risk!r}")
+        if type(self.share) not in (int, float) or not 0 < self.share <= 1:
+            raise ValueError(f"share must be above 0 and at most 1, such as 0.95, got {self.share!r}")
+        if self.link is not None and not isinstance(self.link, str):
+            raise TypeError(f"link must be a text such as '1gbit', or None to probe, got {self.link!r}")
+        if type(self.steps) is not int:
+            raise TypeError(f"steps must be a whole number, got {self.steps!r}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        shortest, longest = PROBE_SECONDS
+        if type(self.seconds) not in (int, float) or not shortest <= self.seconds <= longest:
+            raise ValueError(f"seconds must be from {shortest:g} to {longest:g}, got {self.seconds!r}")
+
+
+@dataclass(frozen=True)
 class Strategy:
     """How gradients are averaged, when and with whom, and what is averaged between steps.
 
@@ -140,6 +172,7 @@ class Strategy:
     route: Route
     averaging: Averaging | None = None
     second_moment: str = "local"
+    advised: Advised | None = None  # until an advisor has chosen another strategy; None: this is the one
     # Of a recipe's call. Not an argument, so that `dataclasses.replace` doesn't keep the text of what it changed.
     text: str = field(default="", compare=False, init=False)
 
@@ -150,6 +183,8 @@ class Strategy:
             raise TypeError(f"averaging must be an Averaging(route=...), or None for gradients alone, got {self.averaging!r}")
         if self.second_moment not in SECOND_MOMENTS:
             raise ValueError(f"second_moment must be one of {', '.join(SECOND_MOMENTS)}, got {self.second_moment!r}")
+        if self.advised is not None and not isinstance(self.advised, Advised):
+            raise TypeError(f"advised must be an Advised(), or None, got {self.advised!r}")
 
     @property
     def cycle(self) -> int | None:
@@ -217,5 +252,5 @@ def _checked_route(route: object) -> None:
         raise TypeError(f"route must be a Route of (schedule, scope) pairs, got {route!r}")
 
 
-COMPOSITES = (Strategy, Averaging, Deltas, Route)
+COMPOSITES = (Strategy, Averaging, Deltas, Route, Advised)
 """What is put together of reducers, schedules and outer optimizers."""

@@ -1,4 +1,4 @@
-"""The lab's cost model: by hand, and against a real link, which is a timing, so in the soak."""
+"""What a limited link makes of collectives and of a step: timings, so in the soak."""
 
 import io
 
@@ -8,18 +8,8 @@ from rich.console import Console
 from benchmarks.link import FRAMING, bounds, measure
 from laconic.cost.link import Link
 from laconic.lab.compare import Comparison, begin, train
-from laconic.lab.step_time import delay_seconds, step_seconds, wire_seconds
 from laconic.report.live_comparison import Board
 from tests.lab.test_link import needs_link
-
-
-def test_each_collective_has_its_own_share_and_its_own_messages() -> None:
-    link, factors = Link(8_000_000, 0.01), {"AllReduce": 1.0, "AllGather": 2.0, "AllToAll": 3.0}
-    assert wire_seconds({"AllReduce": 1e6, "AllGather": 1e6, "AllToAll": 1e6}, link, factors) == pytest.approx(6)
-    assert wire_seconds({"AllReduce": 1e6}, Link()) == 0
-    counts = [delay_seconds({kind: 2}, 4, link) for kind in ("AllReduce", "AllGather", "AllToAll")]
-    assert counts == pytest.approx([0.12, 0.06, 0.02])
-    assert [step_seconds(2, 3, in_the_air=outstanding) for outstanding in (False, True)] == [5, 3]
 
 
 @needs_link

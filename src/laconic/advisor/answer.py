@@ -1,0 +1,91 @@
+"""From a subject and a network to the whole answer of `laconic advise`. Imports no torch."""
+
+from dataclasses import dataclass
+
+from laconic.advisor.advice import Advice, Limits, Row, advise
+from laconic.advisor.catalogue import LOSSES
+from laconic.advisor.curves import Curves, curves
+from laconic.advisor.quantities import GIGABYTE, Workers
+from laconic.advisor.risk import Risk
+from laconic.advisor.subjects import FAST_FRAMING, FAST_HOSTS, ON_FAST_HOSTS, ON_HOSTS_LIKE_THIS, Subject
+from laconic.cost.link import Link
+from laconic.cost.measured import Probe
+from laconic.cost.network import Network
+from laconic.report.advice_records import AdviceRecord, AdviceRow, seconds_text, share_text
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the answer is to keep to."""
+
+    share: float = 0.95
+    risk: Risk = Risk.LOCAL
+    price_per_gb: float | None = None
+    bytes_per_day: float | None = None  # the most, on each cable
+    memory_bytes: float | None = None  # of a worker
+    with_curves: bool = False
+
+
+def answer(subject: Subject, workers: Workers, network: Network, words: str, wanted: Wanted) -> AdviceRecord:
+    """The table, the choice, and what they rest on. `words` says where the network is from."""
+    limits = Limits(wanted.risk, wanted.bytes_per_day, _free(subject, wanted.memory_bytes))
+    advice = advise(subject.families, subject.compute, network, share=wanted.share, limits=limits)
+    drawn = curves(advice.rows, subject.compute, network, workers.count) if wanted.with_curves else Curves({}, {})
+    price = None if wanted.price_per_gb is None else wanted.price_per_gb * workers.cables / GIGABYTE
+    return AdviceRecord(
+        model=subject.words,
+        workers=workers.count,
+        per_node=workers.per_node,
+        link=str(network.link),
+        link_bits_per_second=network.link.bits_per_second,
+        share=advice.share,
+        risk=advice.risk.option,
+        verdict=verdict(advice, network.link),
+        choice=advice.choice.strategy,
+        reached=advice.reached,
+        reason=advice.reason,
+        rows=[_row(row, price) for row in advice.rows],
+        assumptions=[*subject.assumptions, words, LOSSES],
+        by_bandwidth=dict(drawn.by_bandwidth),
+        by_workers=dict(drawn.by_workers),
+    )
+
+
+def network_of(subject: Subject, workers: Workers, link: Link | None, probe: Probe | None) -> tuple[Network, str]:
+    """The network that was given or probed, and a sentence on what is not known of it."""
+    if probe is not None:
+        network = probe.network(world=workers.count)
+        return network, f"The network is the probe's: {probe.link_note}"
+    assert link is not None, "one of the two was given"
+    if subject.measured_here:
+        return Network(link, per_node=workers.per_node), ON_HOSTS_LIKE_THIS
+    return Network(link, FAST_HOSTS, framing=FAST_FRAMING, per_node=workers.per_node), ON_FAST_HOSTS
+
+
+def verdict(advice: Advice, link: Link) -> str:
+    """Is the network a problem at all? What plain DDP gets of it."""
+    plain = advice.rows[0]
+    over = "without a limit of the link" if link.bits_per_second is None else f"over {link}"
+    got = f"{over}, {plain.strategy} reaches {share_text(plain.share)} of the rate without communication"
+    times = f"a step takes {seconds_text(plain.time.seconds)}, of which {seconds_text(plain.time.compute)} are compute"
+    if plain.share >= advice.share:
+        return f"Is the network the problem? No: {got}."
+    return f"Is the network the problem? Yes: {got} ({times})."
+
+
+def _free(subject: Subject, memory_bytes: float | None) -> float | None:
+    """What a worker has left for a strategy's own memory."""
+    if memory_bytes is None:
+        return None
+    if subject.training_bytes > memory_bytes:
+        needed, there = (f"{each / GIGABYTE:.3g} GB" for each in (subject.training_bytes, memory_bytes))
+        raise ValueError(
+            f"the model does not fit: weights, gradients and the memory of {subject.optimizer} take {needed}, and --memory has "
+            f"{there}; shard the model (docs/sharded.md), or give more memory"
+        )
+    return memory_bytes - subject.training_bytes
+
+
+def _row(row: Row, price: float | None) -> AdviceRow:
+    parts = row.as_dict()
+    return AdviceRow(**parts, cost_per_day=None if price is None else price * row.bytes_per_day)

@@ -1,0 +1,93 @@
+"""`laconic.attach`: attaching a strategy, or leaving its choice to the advisor."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from laconic.run.attach import Pilot
+from laconic.run.attach import attach as attach_run
+from laconic.run.run import Run
+from laconic.strategies.strategy import Advised, Strategy
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    strategy: Strategy | str,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    uneven: Literal["error", "stop"] = "error",
+    mesh: DeviceMesh | None = None,
+    replicate: str = "replicate",
+    check_every: int = 0,
+) -> Run:
+    """Train `model` by `strategy`, with the loop as it is.
+
+    All ranks call this together. They compare what they were given, and any difference is an error on all of them.
+
+    - `model`: a DistributedDataParallel; or one that is sharded over islands of ranks, by `fully_shard` or tensor parallelism;
+      or any module, where the strategy never averages gradients. But for a DistributedDataParallel, which has seen to it
+      itself, a model starts on all ranks with the first one's numbers, or on all islands with the first island's.
+    - `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
+    - `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`. With `"auto()"` the advisor chooses one
+      in the first steps: `run.advice()` has the reason.
+    - `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too.
+    - `uneven`: what happens where ranks run out of batches at different steps. "error" names them; "stop" lets all stop
+      together, for the price of a one-byte collective before each exchange.
+    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`. Of a sharded
+      model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
+    - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
+      `check_replicas`.
+
+    >>> import torch, laconic
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "bf16()") as run:
+    ...     for batch in torch.ones(3, 8, 4):
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> run.stats().steps, run.stats().payload_bytes
+    (3, 60)
+
+    The same with every argument, on a model that is not wrapped:
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> bare, scaler = torch.nn.Linear(4, 2), torch.amp.GradScaler("cpu")
+    >>> weight, bias = torch.optim.SGD([bare.weight], lr=0.1), torch.optim.SGD([bare.bias], lr=0.1)
+    >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("inner",))
+    >>> with laconic.attach(
+    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10
+    ... ) as run:
+    ...     for batch in torch.ones(4, 8, 4):
+    ...         scaler.scale(bare(batch).sum()).backward()
+    ...         scaler.step(weight)
+    ...         scaler.step(bias)
+    ...         scaler.update()
+    >>> run.stats().syncs
+    2
+    >>> torch.distributed.destroy_process_group()
+    """
+    return attach_run(
+        model,
+        optimizer,
+        strategy,
+        scaler=scaler,
+        uneven=uneven,
+        mesh=mesh,
+        replicate=replicate,
+        check_every=check_every,
+        advisor=_pilot,
+    )
+
+
+def _pilot(advised: Advised) -> Pilot:
+    from laconic.advisor.auto import AutoPilot  # only where a choice is asked for: it brings the forecast and the cost model
+
+    return AutoPilot(advised)

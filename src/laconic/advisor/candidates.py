@@ -1,0 +1,183 @@
+"""Candidates for a model: exchanges to the byte, on meta tensors, and the seconds of their work by a codec."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from laconic.advisor.advice import Candidate
+from laconic.advisor.catalogue import OptimizerKind, families
+from laconic.advisor.curves import with_world
+from laconic.advisor.estimates import AROUND_DELTAS, AROUND_GRADIENTS, AROUND_MEANS, Passes, heartbeat
+from laconic.advisor.memory import extra_bytes
+from laconic.advisor.risk import Risk
+from laconic.advisor.traffic_table import METHODS, Method
+from laconic.comm.bucket import RESIDUAL
+from laconic.cost.step_time import Exchange, Step
+from laconic.forecast.exchanges import Known, Sent
+from laconic.forecast.prediction import cycle_of, timeline_of, trained
+from laconic.forecast.timeline import StepTraffic
+from laconic.local.fragments import fragments
+from laconic.reducers.base import Reducer
+from laconic.reducers.cast import Cast
+from laconic.reducers.error_feedback import Release
+from laconic.reducers.exact import Exact
+from laconic.reducers.float8 import Float8
+from laconic.reducers.quantized import Quantized
+from laconic.reducers.warmup import Warmup
+from laconic.strategies.parsing import strategy as read
+from laconic.strategies.strategy import Strategy
+
+MOST_FRAGMENTS = 4
+EXACT_WORLD = 16  # bytes of more workers are scaled from so many: beyond, only rounding to whole words per worker differs
+UNKNOWN_PASSES = 10.0  # before each round and after the last, of a reducer that is in no table: those of 4 bits
+
+
+class WorkModel(Protocol):
+    """Adds the seconds of work to a timeline: `laconic.cost.codec.Codec`, which times it here, or `PassesCodec`."""
+
+    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
+        """A timeline with the work of each exchange in it."""
+        ...
+
+
+def candidates(
+    model: nn.Module,
+    world_size: int,
+    codec: WorkModel,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    buckets: Sequence[Sequence[str]] | None = None,
+    optimizer: OptimizerKind = "adam",
+    risk: Risk = Risk.LOCAL,
+    extra: Sequence[str] = (),
+) -> list[list[Candidate]]:
+    """The families of the catalogue up to a risk, for this model; and `extra` strategies, each a family of its own.
+
+    `sizes` and `buckets` are as in `predict`. Only shapes of the model are read: it may be on meta.
+    """
+    if world_size < 2:
+        raise ValueError(f"with {world_size} worker there is nothing to communicate: ask for 2 workers at least")
+    whole = trained(model.module if isinstance(model, DistributedDataParallel) else model)
+    node = (sizes or {}).get("node", 1)
+    exact = min(world_size, max(EXACT_WORLD, 2 * node))
+    known = families(optimizer, fragments=_most_fragments(whole), nodes=1 < node < world_size)
+    plans = [[(read(plan.text), plan.text, plan.risk, plan.words) for plan in family] for family in known]
+    alone = [family[0][0] for family in plans if len(family) == 1]
+    for text in extra:
+        chosen = read(text)
+        if chosen not in alone:
+            plans.append([(chosen, text, risk_of(chosen), "no benchmark of laconic's is known to the advisor")])
+
+    exchanges: Known = {}  # families have most of them in common
+
+    def candidate(strategy: Strategy, text: str, own_risk: Risk, words: str) -> Candidate:
+        cycle = cycle_of(strategy)
+        found = timeline_of(strategy, model, world_size=exact, buckets=buckets, steps=cycle, sizes=sizes, known=exchanges)
+        steps = with_world(codec.steps(strategy, found), exact, world_size)
+        return Candidate(text, own_risk, steps, extra_bytes(strategy, whole), words)
+
+    return [[candidate(*plan) for plan in family] for family in plans if family[0][2] <= risk]
+
+
+def risk_of(strategy: Strategy) -> Risk:
+    """The class of any strategy.
+
+    What leaves numbers out without error feedback, and is more than rounding to 8 bits or more, changes the training.
+
+    >>> risk_of(read("int8()")).name, risk_of(read("topk()")).name, risk_of(read("diloco()")).name
+    ('ROUNDING', 'DELAY', 'LOCAL')
+    """
+    reducer = strategy.reducer.inner if isinstance(strategy.reducer, Warmup) else strategy.reducer
+    if strategy.averaging is not None or strategy.route.at(1 << 40) is None:
+        return Risk.LOCAL
+    if RESIDUAL in reducer.all_memory():
+        return Risk.DELAY
+    if isinstance(reducer, Exact):
+        return Risk.SAME
+    rounds = isinstance(reducer, Cast | Float8) or (isinstance(reducer, Quantized) and reducer.bits == 8)
+    return Risk.ROUNDING if rounds else Risk.LOCAL
+
+
+def meta_model(parameters: Mapping[str, Sequence[int]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A module that has parameters of these names and shapes, and no numbers.
+
+    >>> [name for name, _ in meta_model({"blocks.0.weight": [2, 3], "norm": [3]}).named_parameters()]
+    ['norm', 'blocks.0.weight']
+    """
+    if not parameters:
+        raise ValueError("a model needs parameters, and there are none")
+    root = nn.Module()
+    for path, shape in parameters.items():
+        *parents, name = path.split(".")
+        place = root
+        for parent in parents:
+            if parent not in dict(place.named_children()):
+                place.add_module(parent, nn.Module())
+            place = place.get_submodule(parent)
+        place.register_parameter(name, nn.Parameter(torch.empty(list(shape), dtype=dtype, device="meta")))
+    return root
+
+
+class PassesCodec:
+    """Seconds of work as passes over memory, by the table: for a device that is not this machine."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+
+    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
+        """A timeline with the work of each exchange in it, and with the heartbeat that goes before each sync."""
+        deltas = strategy.averaging.deltas if strategy.averaging else None
+        gradients = _method(strategy.reducer)
+        between = _method(deltas.reducer) if deltas is not None else METHODS["mean"]
+        around = AROUND_DELTAS if deltas is not None else AROUND_MEANS
+        return [
+            Step(
+                [self._exchange(gradients, sent) for sent in one.in_backward],
+                self._sync(between, one.after),
+                self._sync(between, one.outstanding),
+                one.delay,
+                self._work(AROUND_GRADIENTS, one.in_backward) + self._work(around, [*one.after, *one.outstanding]),
+            )
+            for one in found
+        ]
+
+    def _sync(self, method: Method | None, sent: Sequence[Sent]) -> list[Exchange]:
+        worlds = [one.rounds[0].world for one in sent if one.rounds]
+        return [*([heartbeat(max(worlds))] if worlds else []), *(self._exchange(method, one) for one in sent)]
+
+    def _work(self, passes: float, sent: Sequence[Sent]) -> float:
+        return self._passes.seconds(passes, sum(one.numbers for one in sent))
+
+    def _exchange(self, method: Method | None, sent: Sent) -> Exchange:
+        parts = len(sent.rounds) + 1
+        passes = method.passes if method is not None else (UNKNOWN_PASSES,) * parts
+        if len(passes) != parts:  # a bucket without any matrix is sent as it is
+            passes = (0.0,) * parts
+        return Exchange(sent.rounds, [self._passes.seconds(each, sent.numbers) for each in passes], sent.numbers)
+
+
+def _method(reducer: Reducer) -> Method | None:
+    """Its line of the table; None: it has none."""
+    if isinstance(reducer, Warmup | Release):
+        return _method(reducer.inner)
+    return _by_reducer().get(reducer)
+
+
+@cache
+def _by_reducer() -> dict[Reducer, Method]:
+    return {read(f"ddp(reducer={name})").reducer: method for name, method in METHODS.items() if name != "mean"}
+
+
+def _most_fragments(parameters: Mapping[str, Tensor]) -> int:
+    """As many as there are layers, up to the catalogue's four."""
+    for count in range(MOST_FRAGMENTS, 1, -1):
+        try:
+            fragments(parameters, count, "strided")
+        except ValueError:
+            continue
+        return count
+    return 1

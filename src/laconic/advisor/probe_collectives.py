@@ -1,0 +1,151 @@
+"""Collectives timed over sizes from small to large, as far as the time for them goes."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from laconic.advisor.probe_session import Session
+from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
+from laconic.comm.group import TorchGroup
+from laconic.cost.measured import LeftOut, Sample
+from laconic.cost.stopwatch import now
+
+KINDS: tuple[type[Collective], ...] = (AllReduce, AllGather, AllToAll)
+SIZES = [1 << power for power in range(10, 27, 2)]  # 1 KB to 64 MB: of an all-gather its answer, of the others what goes in
+SIZES_IN_FLIGHT = SIZES[2::2]
+FEWEST, MOST = 3, 30  # repeats of a size
+PART = 0.15  # of the time that is left for a kind, for one size; larger ones are still to come
+MOST_BYTES = 128 << 20  # of all repeats of a size, where that leaves more than the fewest
+# Before a size is timed: a token bucket on the way lets its first bytes pass at once, and must be empty. Those of most links
+# hold less than that many bytes, or as many as pass in that many seconds. Messages that are too small to empty it are primed
+# for connections and caches alone.
+PRIMING_BYTES, PRIMING_SECONDS, PRIMED_BYTES, LEAST_PRIMING = 512 << 10, 0.1, 32 << 10, 2
+
+
+def make(kind: type[Collective], size: int, world: int, device: torch.device) -> Collective:
+    """One of a size."""
+    numbers = max(1, size // 4)
+    if kind is AllToAll:
+        return kind(torch.zeros(world, max(1, numbers // world), device=device))
+    return kind(torch.zeros(max(1, numbers // world) if kind is AllGather else numbers, device=device))
+
+
+@dataclass(frozen=True)
+class Count:
+    """How often a size is sent: first to empty what lets bytes pass at once, then timed."""
+
+    priming: int
+    repeats: int
+
+
+def count(size: int, expected: float, left: float) -> Count | None:
+    """For a size that is expected to take so long, where so much time is left for its kind; None: it is too long.
+
+    >>> count(1 << 20, expected=0.01, left=1.0)
+    Count(priming=1, repeats=15)
+    >>> count(1 << 26, expected=0.4, left=1.0) is None
+    True
+    """
+    priming = min(_most_priming(size), max(1, math.ceil(PRIMING_SECONDS / expected)))
+    if expected * (priming + FEWEST) > left:
+        priming = 1
+    if expected * (priming + FEWEST) > left:
+        return None
+    return Count(priming, max(FEWEST, min(_most_repeats(size), int(PART * left / expected))))
+
+
+def _most_priming(size: int) -> int:
+    return math.ceil(PRIMING_BYTES / size) if size >= PRIMED_BYTES else LEAST_PRIMING
+
+
+def _most_repeats(size: int) -> int:
+    return min(MOST, max(FEWEST, MOST_BYTES // size))
+
+
+def most_bytes(ranks: int, sizes: Sequence[int], in_flight: int) -> int:
+    """That one rank puts on the cable at most."""
+    total = 0
+    for kind in KINDS:
+        for size in sizes:
+            wire = make(kind, size, ranks, torch.device("meta")).traffic(ranks).wire_bytes
+            batch = size * in_flight
+            total += wire * in_flight * (_most_priming(batch) + _most_repeats(batch))
+    return total
+
+
+def times(
+    session: Session, group: TorchGroup, sizes: Sequence[int], in_flight: int, until: float
+) -> tuple[list[Sample], list[LeftOut]]:
+    """Each kind at each size, until so many seconds of the probe have passed; the two smallest sizes in any case.
+
+    `group` may be one of several that are disjoint and do the same at the same time, such as those of the nodes.
+    """
+    samples: list[Sample] = []
+    left_out: list[LeftOut] = []
+    session.meet()
+    for place, kind in enumerate(KINDS):
+        kind_until = session.now + max(0.0, until - session.now) / (len(KINDS) - place)
+        # Nothing is known before the first, so it is tried. From then on time grows as the size does, and no faster.
+        first = _batch(kind, sizes[0], group, session, in_flight)
+        expected, before = _timed(session, group, first, Count(LEAST_PRIMING, FEWEST)).usual * in_flight, sizes[0]
+        for number, size in enumerate(sizes):
+            expected, before = expected * size / before, size
+            left = kind_until - session.now
+            batch = _batch(kind, size, group, session, in_flight)
+            wire = batch[0].traffic(group.world).wire_bytes
+            plan = count(size * in_flight, expected, left) or (Count(1, FEWEST) if number < 2 else None)
+            if plan is None:
+                words = f"{FEWEST + 1} times up to {expected:.2g} s is more than the {max(0.0, left):.2g} s left for it"
+                left_out.append(LeftOut(kind.__name__, group.world, in_flight, wire, words))
+                continue
+            found = _timed(session, group, batch, plan)
+            timed = (found.middle, found.low, found.high, plan.repeats, found.busy)
+            samples.append(Sample(kind.__name__, group.world, in_flight, wire, *timed))
+            expected = found.usual * in_flight
+    return samples, left_out
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of one of a batch, of the rank whose median is the longest; and how busy processors were."""
+
+    best: float
+    low: float
+    middle: float
+    high: float
+    busy: float
+
+    @property
+    def usual(self) -> float:
+        """To be expected of the next one: a machine that stood still for a moment does not stand still again."""
+        return min(self.middle, 3 * self.best)
+
+
+def _batch(kind: type[Collective], size: int, group: TorchGroup, session: Session, in_flight: int) -> list[Collective]:
+    return [make(kind, size, group.world, session.device) for _ in range(in_flight)]
+
+
+def _timed(session: Session, group: TorchGroup, batch: Sequence[Collective], plan: Count) -> _Times:
+    with session.explained(f"{batch[0].kind} of {batch[0].payload_bytes} bytes"):
+        for _ in range(plan.priming):
+            _run(session, group, batch)
+        rows: list[float] = []
+        worked, began = time.process_time(), now()
+        for _ in range(plan.repeats):
+            start = now()
+            _run(session, group, batch)
+            rows.append((now() - start) / len(batch))
+        busy = (time.process_time() - worked) / (now() - began)
+    found = session.meet(*statistics.quantiles(rows, n=4, method="inclusive"), min(rows), busy)
+    low, middle, high, _, _ = max(found, key=lambda row: row[1])
+    return _Times(max(row[3] for row in found), low, middle, high, session.busy([row[4] for row in found]))
+
+
+def _run(session: Session, group: TorchGroup, batch: Sequence[Collective]) -> None:
+    handles = [session.launch(collective, group) for collective in batch]
+    for handle in handles:
+        handle.wait()

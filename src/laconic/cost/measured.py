@@ -1,0 +1,207 @@
+"""What a probe measured, its file probe.json (version 1), and the network that the cost model makes of it."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from laconic.cost.line_fit import errors, line
+from laconic.cost.link import Link
+from laconic.cost.network import Network, Speed
+from laconic.cost.plain_data import built
+
+VERSION = 1
+AGAIN = "measure again with laconic probe"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One size of one kind of collective: the median over the repeats, of the slowest rank."""
+
+    kind: str
+    ranks: int  # of the group
+    in_flight: int  # how many were outstanding at once; the seconds are those of all of them, divided by how many
+    wire_bytes: int  # that each rank puts on the cable, at least
+    seconds: float
+    low_seconds: float  # the quartiles
+    high_seconds: float
+    repeats: int
+    busy: float  # the share of the time in which processors worked on it: 1 is a whole core of a rank, or all of a machine
+
+
+@dataclass(frozen=True)
+class Fit:
+    """alpha + beta * bytes for one kind and group; `ranges` are those of the same fit to the quartiles."""
+
+    kind: str
+    ranks: int
+    in_flight: int
+    alpha_seconds: float
+    seconds_per_byte: float
+    alpha_range: tuple[float, float]
+    per_byte_range: tuple[float, float]
+    error: float  # the median of the relative errors
+    worst_error: float
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A size that was not measured."""
+
+    kind: str
+    ranks: int
+    in_flight: int
+    wire_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One rank: where it is, and its own transfers; None: not measured."""
+
+    rank: int
+    host: str
+    node: int  # ranks of one node share a network interface
+    sends_bits_per_second: float | None = None
+    receives_bits_per_second: float | None = None
+    spread: float | None = None  # of several of those transfers: the fastest less the slowest, as a share of the median
+    round_trip_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A measured network. `docs/probe.md` says what each field of the file means."""
+
+    world: int
+    per_node: int
+    device: str
+    backend: str
+    seconds: float
+    asked_seconds: float
+    wire_bytes: int  # that each rank has sent for it, at least
+    workers: list[Worker]
+    samples: list[Sample]
+    left_out: list[LeftOut]
+    fits: list[Fit]
+    bits_per_second: float | None  # of the cable between hosts, each way; None: no limit was found
+    delay_seconds: float  # one way
+    link_note: str  # how both were found, or why not
+    slow: list[str]  # ranks that are slower than the others, in words
+    slow_down: float
+    slow_downs: dict[str, float]  # by kind
+    versions: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def check_world(self, world: int) -> None:
+        """Refuse to speak for another number of workers: how collectives grow with it is not measured."""
+        if world != self.world:
+            raise ValueError(
+                f"the probe measured {self.world} workers, and {world} are asked for; {AGAIN} on {world} workers, or give the "
+                "link as --link instead of --probe"
+            )
+
+    def network(self, link: Link | None = None, *, world: int | None = None) -> Network:
+        """What the cost model computes with; `link` is one to use instead of that which was found.
+
+        The hosts' speeds are the fitted ones of collectives alone. Where a link was found, its time is in them, so another link
+        can only be slower than that.
+        """
+        if world is not None:
+            self.check_world(world)
+        found = Link(None if self.bits_per_second is None else round(self.bits_per_second), self.delay_seconds)
+        if link is not None and found.bits_per_second is not None and not _slower(link, found):
+            raise ValueError(
+                f"the probe found a link of {found}, and its times contain that link's; {link} is faster, so they say "
+                f"nothing of it: {AGAIN} without that link, or give the link without a probe"
+            )
+        delays, hosts = Network(Link(None, self.delay_seconds), per_node=self.per_node), dict[str, dict[int, Speed]]()
+        for fit in self.fits:
+            if fit.in_flight == 1:
+                alpha = fit.alpha_seconds - delays.delay_seconds(fit.kind, fit.ranks)  # the cost model adds the delay itself
+                hosts.setdefault(fit.kind, {})[fit.ranks] = Speed(max(0.0, alpha), fit.seconds_per_byte)
+        used = found if link is None else link
+        return Network(used, hosts, slow_down=self.slow_down, framing=self._framing(), per_node=self.per_node)
+
+    def _framing(self) -> Mapping[str, float]:
+        """By kind: the seconds of a byte over those that the cable needs for it at the rate that was found."""
+        plain = Network().framing
+        if self.bits_per_second is None:
+            return plain
+        cable, rate = Network(framing={}, per_node=self.per_node), self.bits_per_second / 8
+        fits = [fit for fit in self.fits if fit.in_flight == 1 and fit.ranks == self.world]
+        found = {fit.kind: fit.seconds_per_byte * rate / cable.cable_bytes(fit.kind, 1.0, self.world) for fit in fits}
+        return {**plain, **{kind: max(1.0, factor) for kind, factor in found.items()}}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as the file has it."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """The file."""
+        return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+
+
+def read(path: Path) -> Probe:
+    """A probe that was written earlier; a ValueError says what is wrong with the file."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the probe {path} can't be read: {error}; laconic probe --out {path} writes one") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> Probe:
+    """The same, of a file's text."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is no probe, or a damaged one: {error}; {AGAIN}") from error
+    if not isinstance(data, dict) or "version" not in data:
+        raise ValueError(f"{name} is no probe: it has no version; {AGAIN}")
+    if data["version"] != VERSION:
+        raise ValueError(f"{name} is a probe of version {data['version']!r}, and this laconic reads version {VERSION}; {AGAIN}")
+    try:
+        probe = built(Probe, data)
+        _check(probe)
+    except ValueError as error:
+        raise ValueError(f"{name} is a damaged probe: {error}; {AGAIN}") from error
+    return probe
+
+
+def _check(probe: Probe) -> None:
+    """What types alone don't say."""
+    if probe.world < 2 or not 1 <= probe.per_node <= probe.world:
+        raise ValueError(f"it has {probe.world} workers, {probe.per_node} on a node")
+    if [worker.rank for worker in probe.workers] != list(range(probe.world)):
+        raise ValueError(f"its {len(probe.workers)} workers are not the ranks 0 to {probe.world - 1}")
+    if not any(fit.ranks == probe.world and fit.in_flight == 1 for fit in probe.fits):
+        raise ValueError("no collective of all workers was measured")
+    if probe.bits_per_second == 0:
+        raise ValueError("bits_per_second is 0; where no limit was found it is null")
+
+
+def _slower(link: Link, found: Link) -> bool:
+    assert found.bits_per_second is not None
+    return link.bits_per_second is not None and link.bits_per_second <= found.bits_per_second
+
+
+def fitted(samples: Sequence[Sample]) -> list[Fit]:
+    """One fit for each kind, group size and number in flight."""
+    found = []
+    for kind, ranks, in_flight in dict.fromkeys((each.kind, each.ranks, each.in_flight) for each in samples):
+        rows = [each for each in samples if (each.kind, each.ranks, each.in_flight) == (kind, ranks, in_flight)]
+        if len(rows) < 2:  # one size says nothing of the next
+            continue
+        points, low, high = (
+            [(float(each.wire_bytes), seconds) for each, seconds in zip(rows, column, strict=True)]
+            for column in zip(*((each.seconds, each.low_seconds, each.high_seconds) for each in rows), strict=True)
+        )
+        middle = line(points)
+        alphas, betas = zip(middle, line(low), line(high), strict=True)
+        off = sorted(errors(middle, points))
+        ranges = ((min(alphas), max(alphas)), (min(betas), max(betas)))
+        found.append(Fit(kind, ranks, in_flight, *middle, *ranges, off[len(off) // 2], off[-1]))
+    assert all(math.isfinite(fit.alpha_seconds + fit.seconds_per_byte) for fit in found)
+    return found

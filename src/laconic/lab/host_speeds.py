@@ -1,0 +1,39 @@
+"""How long collectives take between the hosts of a comparison where no link limits them: probed once, and kept for a day."""
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from laconic.cost.link import Link
+from laconic.lab.link import FASTEST
+from laconic.lab.workers import Workers
+
+SECONDS, KEPT_SECONDS = 6.0, 24 * 3600.0
+
+
+def folder() -> Path:
+    """Where probes are kept between comparisons; a user may delete it at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic" / "hosts"
+
+
+def ensure(workers: int, island_size: int, *, cables: bool, say: Callable[[str], object]) -> Path:
+    """The file of a probe: of plain processes, or with `cables` of hosts whose links are as fast as they get."""
+    path = _path(workers, island_size, cables)
+    if path.exists() and 0 <= time.time() - path.stat().st_mtime < KEPT_SECONDS:
+        return path
+    folder().mkdir(parents=True, exist_ok=True)
+    say(f"collectives among {workers} workers, without a limit: {SECONDS:g} s; kept in {folder()}")
+    job = {"probe_seconds": SECONDS, "save": str(path)}
+    with Workers([job], workers, Link(FASTEST) if cables else Link(), island_size=island_size) as probing:
+        probing.told("the probe of this machine", lambda facts: None)
+    return path
+
+
+def _path(*facts: object) -> Path:
+    import torch
+
+    here = (torch.__version__, platform.node(), platform.machine(), os.cpu_count())
+    return folder() / f"{hashlib.sha256(repr((*facts, *here)).encode()).hexdigest()[:20]}.json"
