@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
     from laconic.advisor.attach import attach as attach
+    from laconic.advisor.probe import probe as probe
     from laconic.comm.bucket import Bucket as Bucket
     from laconic.comm.bucket import Slot as Slot
     from laconic.comm.collectives import AllGather as AllGather
@@ -88,6 +89,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "advisor.attach": ["attach"],
+    "advisor.probe": ["probe"],
     "comm.bucket": ["Bucket", "Slot"],
     "comm.collectives": ["AllGather", "AllReduce", "AllToAll", "Collective", "Traffic"],
     "comm.dryrun": ["simulate"],

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 import pytest
 
 from laconic.advisor.advice import Advice, Candidate, Limits, advise
-from laconic.advisor.estimates import Flow
 from laconic.advisor.risk import Risk
+from laconic.cost.around import Flow
 from laconic.cost.link import Link
 from laconic.cost.network import Network, Speed
 from laconic.cost.step_time import Compute, Exchange, Step
 
 COMPUTE = Compute(0.0, 1.0)
 FREE = {kind: {2: Speed(0.0, 0.0)} for kind in ("AllReduce", "AllGather", "AllToAll")}
-PLAIN = {kind: 1.0 for kind in FREE}
+PLAIN = dict.fromkeys(FREE, 1.0)
 SLOW = Network(Link(8_000_000), FREE, framing=PLAIN)  # a megabyte a second, and nothing else
 
 
@@ -75,7 +75,7 @@ def test_where_none_reaches_it_the_fastest_that_is_allowed_is_taken_and_it_says_
     assert (advice.choice.strategy, advice.reached) == ("int4()", False)
     assert "No strategy that is allowed reaches 95 %" in advice.reason
     assert "local(32) would reach 96 %: see --risk local" in advice.reason
-    assert advice.rows[-1].refused == "changes the training, which --risk delay does not allow"
+    assert advice.rows[-1].refused == "beyond --risk delay"
 
 
 def test_what_does_not_fit_is_not_chosen_and_says_why() -> None:

@@ -18,7 +18,7 @@ from laconic.local.fragments import buckets as delta_buckets
 from laconic.local.fragments import fragments
 from laconic.strategies.parsing import strategy
 
-REFERENCE = shapes.Decoder(hidden=512, layers=6, vocabulary=4000)  # 21 million numbers: several buckets of each kind
+REFERENCE = shapes.Decoder(hidden=512, layers=5, vocabulary=4000)  # 18 million numbers: several buckets of each kind
 NETWORK = Network(Link(10**9, 1e-3))
 
 
@@ -37,17 +37,16 @@ def test_estimates_are_those_of_the_exact_path(optimizer: OptimizerKind, world: 
     sizes = {"node": node}
     exact = candidates(model, world, PassesCodec(Passes()), sizes=sizes, optimizer=optimizer)
     quick = estimated(REFERENCE.shapes, world, Passes(), per_node=node, optimizer=optimizer)
-    for one, other in zip(
-        [each for family in exact for each in family], [each for family in quick for each in family], strict=True
-    ):
-        assert (one.strategy, one.risk, one.words) == (other.strategy, other.risk, other.words)
-        sent = predict(one.strategy, model, world_size=world, sizes=sizes)
-        assert other.wire_bytes_per_step() == pytest.approx(sent.wire_bytes_per_step, rel=0.01), one.strategy
-        assert one.wire_bytes_per_step() == pytest.approx(sent.wire_bytes_per_step, rel=0.001), one.strategy
-        assert other.extra_memory_bytes == pytest.approx(one.extra_memory_bytes, rel=0.03), one.strategy
-        times = [step_time(each.steps, compute, NETWORK) for each in (one, other)]
-        assert times[1].seconds == pytest.approx(times[0].seconds, rel=0.01), one.strategy
-        assert times[1].work == pytest.approx(times[0].work, rel=0.01), one.strategy
+    for family, others in zip(exact, quick, strict=True):
+        sent = predict(family[0].strategy, model, world_size=world, sizes=sizes)
+        assert family[0].wire_bytes_per_step() == pytest.approx(sent.wire_bytes_per_step, rel=0.001), "but for heartbeats"
+        for one, other in zip(family, others, strict=True):
+            assert (one.strategy, one.risk, one.words) == (other.strategy, other.risk, other.words)
+            assert other.wire_bytes_per_step() == pytest.approx(one.wire_bytes_per_step(), rel=0.01), one.strategy
+            assert other.extra_memory_bytes == pytest.approx(one.extra_memory_bytes, rel=0.03), one.strategy
+            times = [step_time(each.steps, compute, NETWORK) for each in (one, other)]
+            assert times[1].seconds == pytest.approx(times[0].seconds, rel=0.01), one.strategy
+            assert times[1].work == pytest.approx(times[0].work, rel=0.01), one.strategy
 
 
 def test_more_workers_than_are_worked_out_have_scaled_bytes() -> None:
@@ -101,9 +100,9 @@ def test_what_a_strategy_keeps() -> None:
     assert kept("slowmo(4)") == 2
     assert kept("streaming_diloco(8, fragments=2, delay=1)") == 3  # and one of two fragments, as it is sent and as it left
     assert kept("diloco(4, outer=OuterOptimizer(torch.optim.adam:Adam, {'lr': 0.1}))") == 3
-    assert kept("diloco(4, offload=True)") == 1, "the residual-free anchor is counted, and the outer memory is on the CPU"
+    assert kept("diloco(4, offload=True)") == 0, "it is on the CPU"
     low = strategy("powersgd(rank=4)").reducer
-    assert kept_bytes(low, parameters) == n + 4 * 4 * 50  # and Q of the matrix
+    assert kept_bytes(low, parameters) == 4 * (5000 + 4 * 50), "the matrix's residual and Q; a vector is sent as it is"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import json
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def choosing(rank: int) -> tuple[str, dict[str, Any], str]:
         counted = run.stats().wire_bytes
         trained(model, optimizer, range(CHOSEN_AFTER - 1, CHOSEN_AFTER))
         assert run.stats().wire_bytes == counted * CHOSEN_AFTER // (CHOSEN_AFTER - 1), "the probe is not counted"
-        advice = run.advice()
-        assert advice is not None
-        text = str(run.strategy)
+        found = run.advice()
+        assert found is not None
+        advice, text = found.as_dict(), str(run.strategy)
         assert engine_of(run).strategy.advised is None
         trained(model, optimizer, range(CHOSEN_AFTER, END))
     assert everywhere_equal(weights(model))
@@ -92,7 +93,7 @@ def choosing(rank: int) -> tuple[str, dict[str, Any], str]:
     assert same_bits(weights(model), weights(by_hand)), "the same bits, and the same random numbers"
     assert random.random() == random.Random(7).random()
     assert len(model._forward_hooks) == len(by_hand._forward_hooks), "nothing is timed any more"
-    return text, advice.as_dict(), lines.getvalue()
+    return text, advice, lines.getvalue()
 
 
 def test_all_ranks_go_over_to_one_choice_as_if_somebody_had_swapped() -> None:
@@ -268,20 +269,15 @@ def failing(rank: int, who: int) -> list[str]:
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise OSError("the disk is on fire")
 
-    working = auto.candidates
-    if rank == who:
-        auto.candidates = broken  # type: ignore[assignment]
-    try:
+    with patch.object(auto, "candidates", broken) if rank == who else nullcontext():
         model, optimizer = built()
         with printed() as lines, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             with laconic.attach(model, optimizer, SLOW) as run:
                 trained(model, optimizer, range(END))
                 assert (str(run.strategy), run.advice()) == (SLOW, None)
-        assert lines.getvalue() == ""
-        assert everywhere_equal(weights(model))
-    finally:
-        auto.candidates = working  # type: ignore[assignment]
+    assert lines.getvalue() == ""
+    assert everywhere_equal(weights(model))
     return [str(warning.message) for warning in warned]
 
 
@@ -325,7 +321,8 @@ def on_islands(rank: int) -> tuple[str, str]:
     model, optimizer, mesh = sharded(2, adam)
     with printed() as lines, laconic.attach(model, optimizer, SLOW, mesh=mesh) as run:
         for number in range(END):
-            loss(model, tokens(rank, number)).backward()
+            value: Any = loss(model, tokens(rank, number))
+            value.backward()
             optimizer.step()
             optimizer.zero_grad()
         laconic.check_replicas(run)

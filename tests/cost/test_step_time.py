@@ -1,12 +1,12 @@
 """The cost model where its answer is known in closed form."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from laconic.cost.link import Link
-from laconic.cost.network import Cable, Network, Speed
-from laconic.cost.step_time import Compute, Exchange, Step, step_time
+from laconic.cost.network import BOTH_WAYS, HALF_BYTES, HEADERS, Cable, Network, Speed, framing
+from laconic.cost.step_time import Compute, Exchange, Step, slowest_of, step_time
 
 RATE = 1_000_000  # bytes a second
 KINDS = ("AllReduce", "AllGather", "AllToAll")
@@ -109,3 +109,56 @@ def test_what_becomes_free_while_hosts_are_slower_than_the_link_is_there_for_the
     cable = Cable(Network(Link(8 * RATE), hosts, 30_000, framing=NO_FRAMING))
     assert cable.launch(0.0, "AllReduce", 10_000, 4) == pytest.approx(0.02)
     assert cable.launch(0.02, "AllGather", 50_000, 4) == pytest.approx(0.04), "the bucket is full again"
+
+
+def test_a_round_begins_when_the_slowest_worker_launches_it() -> None:
+    uneven = Compute(0.1, 0.2, 0.1, jitter=0.03)
+    lag = 0.03 * slowest_of(4)
+    found = step_time([Step(after=[exchange(50_000)])], uneven, network())
+    assert found.waiting == pytest.approx(0.05 + lag)
+    rare = step_time([*[Step()] * 15, Step(after=[exchange(50_000)])], uneven, network())
+    assert rare.waiting == pytest.approx((0.05 + 4 * lag) / 16), "after 16 steps they are four times as far apart"
+
+
+def test_two_rounds_wait_for_the_slowest_once() -> None:
+    found = step_time([Step(after=[exchange(50_000, 50_000)])], Compute(0.1, 0.2, 0.1, 0.03), network())
+    assert found.waiting == pytest.approx(0.1 + 0.03 * slowest_of(4))
+
+
+def test_what_is_outstanding_gives_the_slowest_worker_time() -> None:
+    steps = [*[Step()] * 7, Step(outstanding=[exchange(50_000)], delay=2)]
+    assert step_time(steps, Compute(0.1, 0.2, 0.1, 0.03), network()).waiting == pytest.approx(0.0, abs=1e-9)
+
+
+def test_workers_of_a_node_share_its_cable() -> None:
+    shared = replace(network(), per_node=2)
+    assert Cable(shared).launch(0.0, "AllReduce", 50_000, 4) == pytest.approx(0.05), "a ring leaves a node once"
+    assert Cable(shared).launch(0.0, "AllToAll", 60_000, 4) == pytest.approx(0.08), "2 send to 2 others each, of 3 peers"
+    assert Cable(shared).launch(0.0, "AllReduce", 50_000, 2) == pytest.approx(0.0), "what stays on a node"
+
+
+def test_groups_side_by_side_share_a_cable() -> None:
+    assert Cable(replace(network(), groups=3)).launch(0.0, "AllReduce", 50_000, 4) == pytest.approx(0.15)
+
+
+def test_a_delay_is_not_met_within_a_node() -> None:
+    slow = replace(network(delay=0.01), per_node=2)
+    assert [slow.delay_seconds("AllReduce", world) for world in (2, 4)] == [0.0, pytest.approx(0.02)], "2 nodes: 2 messages"
+
+
+def test_alpha_comes_on_top_of_the_cable_s_time() -> None:
+    hosts = {"AllReduce": {4: Speed(0.004, 0.0)}}
+    limited = Network(Link(8 * RATE), hosts, framing=NO_FRAMING)
+    assert Cable(limited).launch(0.0, "AllReduce", 50_000, 4) == pytest.approx(0.054)
+
+
+def test_long_messages_both_ways_take_longer_than_their_bytes() -> None:
+    rate = 100e6
+    for kind in KINDS:
+        small, large = (framing(kind, size, 4, rate) for size in (1e3, 1e9))
+        most = 0.0 if kind == "AllGather" else BOTH_WAYS[kind]
+        assert [small, large] == pytest.approx([HEADERS, HEADERS + most], abs=1e-3)
+    assert framing("AllGather", 1e9, 2, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllGather"], abs=1e-3)
+    assert framing("AllToAll", 3 * HALF_BYTES, 4, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllToAll"] / 2)
+    measured = Network(Link(8 * RATE), {}, framing={"AllToAll": 1.5})
+    assert measured.cable_bytes("AllToAll", 1e6, 4) == 1.5e6, "what a probe has measured counts instead"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from laconic.cli import app
+from laconic.cli.run import _options_of
 from laconic.script import __main__ as script
 from laconic.script import launch
 from laconic.script.measuring import STEPS, Measuring
@@ -192,3 +194,36 @@ def test_a_risk_or_a_link_that_cannot_be_used_is_known_before_anything_starts(
 ) -> None:
     with pytest.raises(ValueError, match=wanted):
         launch._text(strategy, risk)
+
+
+OPTIONS = [
+    (["--workers", "16", "--link=1gbit", "--json", "train.py", "--workers", "3"], 4),
+    (["train.py", "--link", "1gbit"], 0),
+    (["-s", "int4()", "-m", "package.train"], 2),
+    (["--nproc-per-node", "2", "train.py"], 0),
+]
+
+
+@pytest.mark.parametrize(("arguments", "own"), OPTIONS)
+def test_the_options_of_advise_end_where_the_script_begins(arguments: list[str], own: int) -> None:
+    assert _options_of("advise", arguments) == (arguments[:own], arguments[own:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "which script?"),
+        (["train.py"], "for how many workers, and over which network?"),
+        (["--workers", "4", "train.py"], "for how many workers, and over which network?"),
+        (["--workers", "4", "--link", "100", "train.py"], "a link is a rate with its unit"),
+        (["--workers", "4", "--link", "1gbit", "--nproc-per-node", "2", "train.py"], "has no option --nproc-per-node"),
+        (["--workers", "4", "--link", "1gbit", "nowhere.py"], "there is no script nowhere.py"),
+    ],
+)
+def test_what_cannot_be_advised_on_is_refused_before_the_script_runs(
+    arguments: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(["run", "--advise", *(arguments or ["--json"])])
+    assert end.value.code == 1
+    assert wanted in capsys.readouterr().err

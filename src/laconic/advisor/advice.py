@@ -186,7 +186,7 @@ def timed(candidate: Candidate, compute: Compute, network: Network, limits: Limi
 
 def _refusal(row: Row, limits: Limits) -> str:
     if row.risk > limits.risk:
-        return f"{row.risk.words}, which --risk {limits.risk.option} does not allow"
+        return f"beyond --risk {limits.risk.option}"
     return _unfit(row, limits)
 
 

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.advisor.advice import Candidate
-from laconic.advisor.catalogue import OptimizerKind, families
+from laconic.advisor.catalogue import MEAN, OptimizerKind, families
 from laconic.advisor.curves import with_world
-from laconic.advisor.estimates import AROUND_DELTAS, AROUND_GRADIENTS, AROUND_MEANS, Passes, heartbeat
+from laconic.advisor.estimates import Passes
 from laconic.advisor.memory import extra_bytes
 from laconic.advisor.risk import Risk
 from laconic.advisor.traffic_table import METHODS, Method
 from laconic.comm.bucket import RESIDUAL
-from laconic.cost.step_time import Exchange, Step
+from laconic.cost.codec import WorkModel
 from laconic.forecast.exchanges import Known, Sent
 from laconic.forecast.prediction import cycle_of, timeline_of, trained
-from laconic.forecast.timeline import StepTraffic
 from laconic.local.fragments import fragments
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import Cast
@@ -34,14 +32,6 @@ from laconic.strategies.strategy import Strategy
 MOST_FRAGMENTS = 4
 EXACT_WORLD = 16  # bytes of more workers are scaled from so many: beyond, only rounding to whole words per worker differs
 UNKNOWN_PASSES = 10.0  # before each round and after the last, of a reducer that is in no table: those of 4 bits
-
-
-class WorkModel(Protocol):
-    """Adds the seconds of work to a timeline: `laconic.cost.codec.Codec`, which times it here, or `PassesCodec`."""
-
-    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
-        """A timeline with the work of each exchange in it."""
-        ...
 
 
 def candidates(
@@ -122,46 +112,27 @@ def meta_model(parameters: Mapping[str, Sequence[int]], dtype: torch.dtype = tor
     return root
 
 
-class PassesCodec:
+class PassesCodec(WorkModel):
     """Seconds of work as passes over memory, by the table: for a device that is not this machine."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
-    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
-        """A timeline with the work of each exchange in it, and with the heartbeat that goes before each sync."""
-        deltas = strategy.averaging.deltas if strategy.averaging else None
-        gradients = _method(strategy.reducer)
-        between = _method(deltas.reducer) if deltas is not None else METHODS["mean"]
-        around = AROUND_DELTAS if deltas is not None else AROUND_MEANS
-        return [
-            Step(
-                [self._exchange(gradients, sent) for sent in one.in_backward],
-                self._sync(between, one.after),
-                self._sync(between, one.outstanding),
-                one.delay,
-                self._work(AROUND_GRADIENTS, one.in_backward) + self._work(around, [*one.after, *one.outstanding]),
-            )
-            for one in found
-        ]
-
-    def _sync(self, method: Method | None, sent: Sequence[Sent]) -> list[Exchange]:
-        worlds = [one.rounds[0].world for one in sent if one.rounds]
-        return [*([heartbeat(max(worlds))] if worlds else []), *(self._exchange(method, one) for one in sent)]
-
-    def _work(self, passes: float, sent: Sequence[Sent]) -> float:
-        return self._passes.seconds(passes, sum(one.numbers for one in sent))
-
-    def _exchange(self, method: Method | None, sent: Sent) -> Exchange:
-        parts = len(sent.rounds) + 1
+    def work(self, reducer: Reducer | None, sent: Sent) -> list[float]:
+        method, parts = _method(reducer), len(sent.rounds) + 1
         passes = method.passes if method is not None else (UNKNOWN_PASSES,) * parts
         if len(passes) != parts:  # a bucket without any matrix is sent as it is
             passes = (0.0,) * parts
-        return Exchange(sent.rounds, [self._passes.seconds(each, sent.numbers) for each in passes], sent.numbers)
+        return [self._passes.seconds(each, sent.numbers) for each in passes]
+
+    def around(self, passes: float, numbers: int, tensors: int) -> float:
+        return self._passes.seconds(passes, numbers)
 
 
-def _method(reducer: Reducer) -> Method | None:
-    """Its line of the table; None: it has none."""
+def _method(reducer: Reducer | None) -> Method | None:
+    """Its line of the table, where None is a plain mean; None: it has none."""
+    if reducer is None:
+        return METHODS[MEAN]
     if isinstance(reducer, Warmup | Release):
         return _method(reducer.inner)
     return _by_reducer().get(reducer)
@@ -169,7 +140,7 @@ def _method(reducer: Reducer) -> Method | None:
 
 @cache
 def _by_reducer() -> dict[Reducer, Method]:
-    return {read(f"ddp(reducer={name})").reducer: method for name, method in METHODS.items() if name != "mean"}
+    return {read(f"ddp(reducer={name})").reducer: method for name, method in METHODS.items() if name != MEAN}
 
 
 def _most_fragments(parameters: Mapping[str, Tensor]) -> int:

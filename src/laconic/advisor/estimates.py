@@ -6,7 +6,6 @@ method sends per number says it to within 1 % (a test compares), and the answer 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from laconic.advisor import shapes
 from laconic.advisor.advice import Candidate
@@ -14,6 +13,7 @@ from laconic.advisor.catalogue import MEAN, OptimizerKind, Plan, families
 from laconic.advisor.risk import Risk
 from laconic.advisor.shapes import NUMBER_BYTES, Named, Shape
 from laconic.advisor.traffic_table import METHODS, Method
+from laconic.cost.around import DELTA_PASSES, GRADIENT_PASSES, MEAN_PASSES, Flow, heartbeat
 from laconic.cost.step_time import Exchange, Step
 
 # Bytes a second that encoding and decoding move on a device that nobody has measured: half of what the data sheet of an A100
@@ -23,18 +23,6 @@ COPY_BYTES = 2 * NUMBER_BYTES  # that copying one number moves
 CHUNK_NUMBERS = 1 << 20  # parameters are averaged in chunks of 4 MiB
 MOST_EXCHANGES = 256  # in one step of the simulation; of a model with more, neighbours are taken together
 MIN_COMPRESSION_RATE = 2.0  # PowerSGD's
-# Passes that belong to no exchange, counted. Of gradients: into their bucket and back. Of deltas: the differences, their norm,
-# the outer optimizer's step and the way back. Of parameters: into a chunk, the norm of what moved, and back.
-AROUND_GRADIENTS, AROUND_DELTAS, AROUND_MEANS = 2.0, 10.0, 3.0
-HEARTBEAT_BYTES = 64  # of each rank, gathered by all before a sync
-
-
-class Flow(NamedTuple):
-    """A round, in numbers."""
-
-    kind: str
-    wire_bytes: float
-    world: int
 
 
 @dataclass(frozen=True)
@@ -46,11 +34,6 @@ class Passes:
     def seconds(self, passes: float, numbers: float) -> float:
         """A pass is a copy of the numbers: each is read and written."""
         return passes * numbers * COPY_BYTES / self.bytes_per_second
-
-
-def heartbeat(world: int) -> Exchange:
-    """What ranks tell each other before they average between steps."""
-    return Exchange([Flow("AllGather", HEARTBEAT_BYTES * (world - 1), world)], [0.0, 0.0])
 
 
 def estimated(
@@ -82,12 +65,12 @@ class _Model:
     def candidate(self, plan: Plan) -> Candidate:
         """As the plan says."""
         between, gradients = self._between(plan), self._gradients(plan)
-        around = AROUND_MEANS if plan.between == MEAN else AROUND_DELTAS
+        around = MEAN_PASSES if plan.between == MEAN else DELTA_PASSES
         steps = []
         for place in range(plan.cycle):
             in_backward = gradients if place % plan.every == 0 else []
             sent = between[place % plan.period]
-            work = self._work(AROUND_GRADIENTS, in_backward) + self._work(around, sent)
+            work = self._work(GRADIENT_PASSES, in_backward) + self._work(around, sent)
             steps.append(Step(in_backward, [] if plan.delay else sent, sent if plan.delay else [], plan.delay, work))
         return Candidate(plan.text, plan.risk, steps, self._memory(plan), plan.words)
 

@@ -66,8 +66,8 @@ def _between_bytes(averaging: Averaging, own: Mapping[str, Tensor]) -> float:
     fixed = averaging.fixed
     period = (fixed.fixed_period if fixed is not None else None) or 1
     at_once = -(-deltas.delay * deltas.fragments // period)  # fragments that are outstanding, each twice: sent, and as it left
-    held = size + kept_bytes(deltas.reducer, anchors) + 2 * size * at_once / deltas.fragments
-    return held + (0.0 if deltas.offload else _outer_bytes(deltas.outer, list(anchors.values())))
+    held = kept_bytes(deltas.reducer, anchors) + 2 * size * at_once / deltas.fragments
+    return held + (0.0 if deltas.offload else size + _outer_bytes(deltas.outer, list(anchors.values())))
 
 
 def _outer_bytes(outer: Outer, anchors: Sequence[Tensor]) -> float:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.advisor.candidates import PassesCodec, WorkModel, candidates, meta_model
+from laconic.advisor.candidates import PassesCodec, candidates, meta_model
 from laconic.advisor.catalogue import OptimizerKind
 from laconic.advisor.estimates import MEMORY_BYTES_PER_SECOND, Passes
 from laconic.advisor.quantities import Workers
 from laconic.advisor.subjects import WHOLE_STEP, Subject, work_words
-from laconic.cost.codec import Codec
+from laconic.cost.codec import Codec, WorkModel
 from laconic.cost.step_time import Compute
 from laconic.cost.stopwatch import Stopwatch
 
@@ -206,8 +206,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         found = data.get("version") if isinstance(data, dict) else None
         raise ValueError(f"{path} has version {found!r}, and this laconic reads version {VERSION}; {again}")
     compute, parameters = data.get("compute"), data.get("parameters")
-    times = isinstance(compute, list) and len(compute) == 3 and all(_is_number(each) for each in compute)
-    if not times or not sum(compute) > 0:
+    if not isinstance(compute, list) or len(compute) != 3 or not all(map(_is_number, compute)) or not sum(compute) > 0:
         raise ValueError(f"compute in {path} must be the seconds of forward, backward and optimizer, got {compute!r}; {again}")
     if not isinstance(parameters, dict) or not all(_is_shape(shape) for shape in parameters.values()):
         raise ValueError(f"parameters in {path} must be shapes by name, such as {{'weight': [10, 10]}}; {again}")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import laconic
 from laconic._torch.process_groups import backend_name, default_group, is_outside, named_group, training_device
-from laconic.advisor import probe_collectives, probe_paths, probe_slow_down
+from laconic.advisor import probe_collectives, probe_paths, probe_rounds, probe_slow_down
 from laconic.advisor.probe_collectives import SIZES, SIZES_IN_FLIGHT
 from laconic.advisor.probe_paths import Path
 from laconic.advisor.probe_session import Session
@@ -20,9 +20,10 @@ from laconic.ranks.agreement import agree
 
 IN_FLIGHT = 4
 SECONDS, SHORTEST, LONGEST = 30.0, 0.1, 60.0
-# What each part may take of the time that is left when it begins. Of all of it a part is kept, for a machine that is busy.
-KEPT, ALONE, PATHS, WITHIN, TOGETHER = 0.15, 0.5, 0.3, 0.3, 0.5
-SHORT = 8.0  # seconds: in less than that, several at once are left out
+# When each part ends, as a share of the time; one that is done earlier leaves more to the next. The last part is kept, for a
+# machine that is busy with other things.
+ALONE, PATHS, WITHIN, TOGETHER, SLOW_DOWN, ROUNDS = 0.4, 0.5, 0.6, 0.68, 0.78, 0.88
+SHORT, SHORTER = 8.0, 3.0  # seconds: in less than that, several at once are left out; and small rounds between computations
 SLOW_DOWN_SIZES = SIZES[:-1]
 
 
@@ -58,8 +59,9 @@ def measure(
     identity = agree([f"seconds {seconds:g}", f"device {device.type}"], None, group, device)
     session = Session(group, device, seconds, progress)
     samples, left_out, found = _measured(session, identity)
-    downs = probe_slow_down.slow_downs(session, samples, SLOW_DOWN_SIZES, session.now + _left(session))
-    session.meet()
+    downs = probe_slow_down.slow_downs(session, samples, SLOW_DOWN_SIZES, SLOW_DOWN * session.seconds)
+    rounds = probe_rounds.round_seconds(session, ROUNDS * session.seconds) if seconds >= SHORTER else {}
+    sent = max(row[0] for row in session.meet(session.sent_bytes))
     session.finish()
     workers = [
         Worker(rank, place.host, node, 8 * path.sends, 8 * path.receives, path.spread, path.round_trip)
@@ -74,7 +76,7 @@ def measure(
         backend=backend_name(group.process_group, device),
         seconds=session.now,
         asked_seconds=seconds,
-        wire_bytes=int(max(row[0] for row in session.meet(session.sent_bytes))),
+        wire_bytes=int(sent),
         workers=workers,
         samples=samples,
         left_out=left_out,
@@ -85,6 +87,7 @@ def measure(
         slow=slow,
         slow_down=sum(downs.values()) / len(downs) if downs else 0.0,
         slow_downs=downs,
+        round_seconds=rounds,
         versions={"laconic": laconic.__version__, "torch": torch.__version__},
     )
 
@@ -107,6 +110,7 @@ def promise(world: int, nodes: int, seconds: float) -> Promise:
     if 1 < within < world:
         sent += probe_collectives.most_bytes(within, SIZES, 1)
     sent += probe_paths.most_bytes(range(nodes)) + probe_slow_down.most_bytes(world, SLOW_DOWN_SIZES)
+    sent += probe_rounds.most_bytes(world)
     return Promise(seconds, sent)
 
 
@@ -114,13 +118,13 @@ def _measured(session: Session, identity: str) -> tuple[list[Sample], list[LeftO
     """Collectives of all ranks and transfers of pairs; then, where they are, those of each node, and several at once."""
     group = session.group
     session.meet()
-    samples, left_out = probe_collectives.times(session, group, SIZES, 1, session.now + ALONE * _left(session))
-    found = probe_paths.paths(session, _byte_seconds(samples), session.now + PATHS * _left(session))
+    samples, left_out = probe_collectives.times(session, group, SIZES, 1, ALONE * session.seconds)
+    found = probe_paths.paths(session, _byte_seconds(samples), PATHS * session.seconds)
     with _node_group(session, identity) as node:
         parts = [(node, SIZES, 1, WITHIN)] if node is not None else []
         parts += [(group, SIZES_IN_FLIGHT, IN_FLIGHT, TOGETHER)] if session.seconds >= SHORT else []
         for members, sizes, in_flight, share in parts:
-            more = probe_collectives.times(session, members, sizes, in_flight, session.now + share * _left(session))
+            more = probe_collectives.times(session, members, sizes, in_flight, share * session.seconds)
             samples += more[0]
             left_out += more[1]
     return samples, left_out, found
@@ -143,10 +147,7 @@ def _node_group(session: Session, identity: str) -> Iterator[TorchGroup | None]:
         dist.destroy_process_group(built)
 
 
-def _left(session: Session) -> float:
-    return max(0.0, (1 - KEPT) * session.seconds - session.now)
-
-
 def _byte_seconds(samples: Sequence[Sample]) -> float:
-    """Of a byte in the messages that were fastest for their size."""
-    return min(each.seconds / each.wire_bytes for each in samples)
+    """Of a byte in the largest messages of the fastest kind. Smaller ones may have passed a token bucket at once."""
+    largest = {each.kind: each for each in sorted(samples, key=lambda each: each.wire_bytes)}
+    return min(each.seconds / each.wire_bytes for each in largest.values())

@@ -18,6 +18,7 @@ KINDS: tuple[type[Collective], ...] = (AllReduce, AllGather, AllToAll)
 SIZES = [1 << power for power in range(10, 27, 2)]  # 1 KB to 64 MB: of an all-gather its answer, of the others what goes in
 SIZES_IN_FLIGHT = SIZES[2::2]
 FEWEST, MOST = 3, 30  # repeats of a size
+ALWAYS = 2  # so many of the smallest sizes are sent, however long they take: without them nothing is known
 PART = 0.15  # of the time that is left for a kind, for one size; larger ones are still to come
 MOST_BYTES = 128 << 20  # of all repeats of a size, where that leaves more than the fewest
 # Before a size is timed: a token bucket on the way lets its first bytes pass at once, and must be empty. Those of most links
@@ -34,35 +35,18 @@ def make(kind: type[Collective], size: int, world: int, device: torch.device) ->
     return kind(torch.zeros(max(1, numbers // world) if kind is AllGather else numbers, device=device))
 
 
-@dataclass(frozen=True)
-class Count:
-    """How often a size is sent: first to empty what lets bytes pass at once, then timed."""
-
-    priming: int
-    repeats: int
+def fits(expected: float, left: float) -> bool:
+    """Whether a size that is expected to take so long may be begun, where so much time is left for its kind."""
+    return expected * (1 + FEWEST) <= left
 
 
-def count(size: int, expected: float, left: float) -> Count | None:
-    """For a size that is expected to take so long, where so much time is left for its kind; None: it is too long.
-
-    >>> count(1 << 20, expected=0.01, left=1.0)
-    Count(priming=1, repeats=15)
-    >>> count(1 << 26, expected=0.4, left=1.0) is None
-    True
-    """
-    priming = min(_most_priming(size), max(1, math.ceil(PRIMING_SECONDS / expected)))
-    if expected * (priming + FEWEST) > left:
-        priming = 1
-    if expected * (priming + FEWEST) > left:
-        return None
-    return Count(priming, max(FEWEST, min(_most_repeats(size), int(PART * left / expected))))
-
-
-def _most_priming(size: int) -> int:
+def most_priming(size: int) -> int:
+    """How often a size is sent before it is timed, at most."""
     return math.ceil(PRIMING_BYTES / size) if size >= PRIMED_BYTES else LEAST_PRIMING
 
 
-def _most_repeats(size: int) -> int:
+def most_repeats(size: int) -> int:
+    """How often it is timed, at most."""
     return min(MOST, max(FEWEST, MOST_BYTES // size))
 
 
@@ -73,7 +57,7 @@ def most_bytes(ranks: int, sizes: Sequence[int], in_flight: int) -> int:
         for size in sizes:
             wire = make(kind, size, ranks, torch.device("meta")).traffic(ranks).wire_bytes
             batch = size * in_flight
-            total += wire * in_flight * (_most_priming(batch) + _most_repeats(batch))
+            total += wire * in_flight * (most_priming(batch) + most_repeats(batch))
     return total
 
 
@@ -89,21 +73,18 @@ def times(
     session.meet()
     for place, kind in enumerate(KINDS):
         kind_until = session.now + max(0.0, until - session.now) / (len(KINDS) - place)
-        # Nothing is known before the first, so it is tried. From then on time grows as the size does, and no faster.
-        first = _batch(kind, sizes[0], group, session, in_flight)
-        expected, before = _timed(session, group, first, Count(LEAST_PRIMING, FEWEST)).usual * in_flight, sizes[0]
+        expected, before = 0.0, sizes[0]
         for number, size in enumerate(sizes):
             expected, before = expected * size / before, size
-            left = kind_until - session.now
-            batch = _batch(kind, size, group, session, in_flight)
+            left = max(0.0, kind_until - session.now)
+            batch = [make(kind, size, group.world, session.device) for _ in range(in_flight)]
             wire = batch[0].traffic(group.world).wire_bytes
-            plan = count(size * in_flight, expected, left) or (Count(1, FEWEST) if number < 2 else None)
-            if plan is None:
-                words = f"{FEWEST + 1} times up to {expected:.2g} s is more than the {max(0.0, left):.2g} s left for it"
+            if number >= ALWAYS and not fits(expected, left):
+                words = f"{FEWEST + 1} times up to {expected:.2g} s is more than the {left:.2g} s left for it"
                 left_out.append(LeftOut(kind.__name__, group.world, in_flight, wire, words))
                 continue
-            found = _timed(session, group, batch, plan)
-            timed = (found.middle, found.low, found.high, plan.repeats, found.busy)
+            found = _timed(session, group, batch, size * in_flight, left)
+            timed = (found.middle, found.low, found.high, found.repeats, found.busy)
             samples.append(Sample(kind.__name__, group.world, in_flight, wire, *timed))
             expected = found.usual * in_flight
     return samples, left_out
@@ -117,6 +98,7 @@ class _Times:
     low: float
     middle: float
     high: float
+    repeats: int
     busy: float
 
     @property
@@ -125,27 +107,38 @@ class _Times:
         return min(self.middle, 3 * self.best)
 
 
-def _batch(kind: type[Collective], size: int, group: TorchGroup, session: Session, in_flight: int) -> list[Collective]:
-    return [make(kind, size, group.world, session.device) for _ in range(in_flight)]
+def _timed(session: Session, group: TorchGroup, batch: Sequence[Collective], size: int, left: float) -> _Times:
+    """As often as a part of the time that is left allows.
 
-
-def _timed(session: Session, group: TorchGroup, batch: Sequence[Collective], plan: Count) -> _Times:
+    What a message takes is not known before: the ones before it may have passed a token bucket at once. So each run of messages
+    is twice as long as the last one, and the ranks look at the clock between them.
+    """
     with session.explained(f"{batch[0].kind} of {batch[0].payload_bytes} bytes"):
-        for _ in range(plan.priming):
-            _run(session, group, batch)
+        primed, step, began = 0, 1, session.now
+        while primed < most_priming(size) and (primed == 0 or session.now - began < min(PRIMING_SECONDS, PART * left)):
+            step = min(step, most_priming(size) - primed)
+            for _ in range(step):
+                _run(session, group, batch)
+            primed, step = primed + step, 2 * step
+            session.meet()
         rows: list[float] = []
-        worked, began = time.process_time(), now()
-        for _ in range(plan.repeats):
-            start = now()
-            _run(session, group, batch)
-            rows.append((now() - start) / len(batch))
-        busy = (time.process_time() - worked) / (now() - began)
-    found = session.meet(*statistics.quantiles(rows, n=4, method="inclusive"), min(rows), busy)
+        step, began, busy = FEWEST, session.now, 0.0
+        while not rows or (len(rows) < most_repeats(size) and session.now - began < PART * left):
+            step = min(step, most_repeats(size) - len(rows))
+            worked, start = time.process_time(), now()
+            for _ in range(step):
+                rows.append(_run(session, group, batch))
+            busy = (time.process_time() - worked) / (now() - start)
+            step = len(rows)
+            found = session.meet(*statistics.quantiles(rows, n=4, method="inclusive"), min(rows), busy)
     low, middle, high, _, _ = max(found, key=lambda row: row[1])
-    return _Times(max(row[3] for row in found), low, middle, high, session.busy([row[4] for row in found]))
+    return _Times(max(row[3] for row in found), low, middle, high, len(rows), session.busy([row[4] for row in found]))
 
 
-def _run(session: Session, group: TorchGroup, batch: Sequence[Collective]) -> None:
+def _run(session: Session, group: TorchGroup, batch: Sequence[Collective]) -> float:
+    """Seconds of one of them."""
+    start = now()
     handles = [session.launch(collective, group) for collective in batch]
     for handle in handles:
         handle.wait()
+    return (now() - start) / len(batch)

@@ -3,7 +3,8 @@
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -24,17 +25,13 @@ def slow_downs(session: Session, samples: Sequence[Sample], sizes: Sequence[int]
     All ranks compute at once, as in training. The computation takes twice as long as the collective, so that all of the
     collective's work falls into it. Runs with and without a collective alternate, and medians are compared.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         return _slow_downs(session, samples, sizes, until)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _slow_downs(session: Session, samples: Sequence[Sample], sizes: Sequence[int], until: float) -> dict[str, float]:
     matrix = torch.eye(SIDE, device=session.device)
-    one = _iteration_seconds(session, matrix)
+    one = iteration_seconds(session, matrix)
     found = {}
     for place, kind in enumerate(KINDS):
         left = max(0.0, until - session.now) / (len(KINDS) - place)
@@ -48,10 +45,10 @@ def _slow_downs(session: Session, samples: Sequence[Sample], sizes: Sequence[int
         with session.explained(f"{collective.kind} of {collective.payload_bytes} bytes beside a computation"):
             for _ in range(repeats):
                 session.meet()
-                quiet.append(_compute(matrix, iterations))
+                quiet.append(computed(matrix, iterations))
                 session.meet()
                 handle = session.launch(collective, session.group)
-                loaded.append(_compute(matrix, iterations))
+                loaded.append(computed(matrix, iterations))
                 handle.wait()
         extra = statistics.median(loaded) - statistics.median(quiet)
         rows = session.meet(extra)
@@ -76,18 +73,29 @@ def _chosen(
     return None
 
 
-def _iteration_seconds(session: Session, matrix: torch.Tensor) -> float:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A computation of one thread, as several ranks of a machine have it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def iteration_seconds(session: Session, matrix: torch.Tensor) -> float:
     """The slowest rank's, while all of them compute."""
     iterations = 8
     while True:
         session.meet()
-        took = max(row[0] for row in session.meet(_compute(matrix, iterations)))
+        took = max(row[0] for row in session.meet(computed(matrix, iterations)))
         if took > 5e-3:
             return took / iterations
         iterations *= 4
 
 
-def _compute(matrix: torch.Tensor, iterations: int) -> float:
+def computed(matrix: torch.Tensor, iterations: int) -> float:
     """Seconds of so many products, on the device on which training computes."""
     start = now()
     result = matrix

@@ -6,19 +6,17 @@ everywhere, and a test compares them. Passes are a snapshot of one machine.
 
 import statistics
 import sys
-import time
 
-import torch
 from torch import nn
 
 from laconic.advisor.catalogue import MEAN, families
 from laconic.advisor.memory import kept_bytes
-from laconic.cost.codec import Codec
+from laconic.cost.codec import Codec, copy_seconds
 from laconic.forecast.prediction import timeline_of
 from laconic.strategies.parsing import strategy
 from laconic.strategies.strategy import Strategy
 
-SIDE, WORLD, REPEATS = 2048, 4, 9  # the bucket is a matrix; parameters are averaged in chunks of 1024²
+SIDE, WORLD = 2048, 4  # the bucket is a matrix; parameters are averaged in chunks of 1024²
 HEAD = '''"""What each method sends, takes and keeps per number of a bucket. Written by `python -m laconic.advisor.tabulate`."""
 
 from typing import NamedTuple
@@ -73,17 +71,6 @@ def passes(name: str) -> tuple[float, ...]:
         rows.append(exchange.work)
     unit = statistics.median(copies) * exchange.numbers
     return tuple(round(statistics.median(column) / unit, 2) for column in zip(*rows, strict=True))
-
-
-def copy_seconds() -> float:
-    """Of one number: read and written."""
-    source, target = torch.zeros(SIDE**2), torch.zeros(SIDE**2)
-    found = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        target.copy_(source)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found) / SIDE**2
 
 
 def table() -> str:

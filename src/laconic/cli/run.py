@@ -96,6 +96,7 @@ def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[s
         if odd:
             raise ValueError(f"{odd[0]} is for training, and with --advise nothing is trained; leave it out")
         options, script = _options_of("advise", arguments)
+        script = script[1:] if script[:1] == ["--"] else script
         options = [*(part for name, value in given.items() for part in (name, value)), *options]
         _check_advise(options, script)
         with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +109,10 @@ def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[s
                 )
             if code == 0:
                 kind = ["--optimizer", json.loads(file.read_text())["optimizer"]]  # one that is given comes later, and counts
-                _command().main(["advise", "--measured", str(file), *kind, *options], standalone_mode=False)
+                try:
+                    _command().main(["advise", "--measured", str(file), *kind, *options], prog_name="laconic")
+                except SystemExit as end:
+                    code = int(end.code or 0)
     except (ValueError, TypeError) as error:
         fail(error)
     except KeyboardInterrupt:
@@ -118,7 +122,8 @@ def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[s
 
 def _check_advise(options: Sequence[str], script: Sequence[str]) -> None:
     """What `laconic advise` would refuse in any case is refused before the script is run."""
-    words = {option.partition("=")[0] for option in options}
+    from laconic.cost.link import parse
+
     if not script:
         raise ValueError("which script? laconic run --advise --workers 16 --link 1gbit script.py [its arguments]")
     if script[0].startswith("-") and script[0] != "-m":
@@ -126,8 +131,12 @@ def _check_advise(options: Sequence[str], script: Sequence[str]) -> None:
             f"laconic advise has no option {script[0]}, and torchrun's are not for --advise: one process is timed, and the "
             "answer is for --workers; the script comes last, with its arguments"
         )
-    if not words & {"--link", "--probe"} or not words & {"--workers", "--nodes", "--probe"}:
+    read = _command().commands["advise"].make_context("laconic advise", list(options)).params
+    known = {name for name in ("link", "probe", "workers", "nodes") if read[name] is not None}
+    if not known & {"link", "probe"} or not known & {"workers", "nodes", "probe"}:
         raise ValueError("for how many workers, and over which network? Give --workers 16 --link 1gbit, or --probe probe.json")
+    if read["link"] is not None:
+        parse(read["link"])
 
 
 def _command() -> Any:

@@ -1,15 +1,17 @@
 """What encoding and decoding takes on this machine: each kind of exchange, timed once on real tensors without a network."""
 
+import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 
 from laconic.comm.bucket import Bucket
-from laconic.comm.collectives import Traffic
-from laconic.comm.dryrun import Round, work_of
+from laconic.comm.dryrun import work_of
 from laconic.comm.flat_tensors import unflatten
+from laconic.cost.around import DELTA_PASSES, GRADIENT_PASSES, MEAN_PASSES, TENSOR_OPERATIONS, heartbeat
 from laconic.cost.step_time import Exchange, Step
 from laconic.forecast.exchanges import Sent
 from laconic.forecast.timeline import StepTraffic
@@ -21,80 +23,93 @@ FEWEST, MOST, SECONDS = 4, 40, 0.05  # repeats of each exchange: as many as fit 
 LARGEST = 1 << 22  # numbers of the bucket that is timed; larger ones take as much longer as they are larger
 OPERATIONS = 2000
 COLD = 1 << 22  # numbers that are written before each repeat: a step of training leaves nothing of a bucket in the caches
-# What is done beside the exchanges, as passes over memory, and as small operations on each tensor. Of a sync: the deltas and
-# their norm, the outer optimizer's step, the way back. Of gradients: into the bucket and out of it again, which a step that
-# averages nothing is spared. By the time that one process without peers needs more than for a step of silent().
-DELTA_PASSES, MEAN_PASSES, GRADIENT_PASSES = 16.0, 6.0, 4.0
-TENSOR_OPERATIONS = 8.0
-HEARTBEAT_BYTES = 64  # of each rank, gathered by all before a sync: its step, norm and learning rates
 
 
-class Codec:
-    """Seconds of work of exchanges; `crowding` is how much longer it takes where workers share cores."""
+class WorkModel(ABC):
+    """Adds the seconds of work to a timeline."""
+
+    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
+        """A timeline with the work of each exchange in it, and with the heartbeat that goes before each sync."""
+        deltas = strategy.averaging.deltas if strategy.averaging else None
+        between, passes = (deltas.reducer, DELTA_PASSES) if deltas is not None else (None, MEAN_PASSES)
+        return [
+            Step(
+                self._exchanges(strategy.reducer, one.in_backward),
+                [*_heartbeat(one.after), *self._exchanges(between, one.after)],
+                [*_heartbeat(one.outstanding), *self._exchanges(between, one.outstanding)],
+                one.delay,
+                self._around(one.in_backward, GRADIENT_PASSES) + self._around([*one.after, *one.outstanding], passes),
+            )
+            for one in found
+        ]
+
+    def _exchanges(self, reducer: Reducer | None, sent: Sequence[Sent]) -> list[Exchange]:
+        return [Exchange(one.rounds, self.work(reducer, one), one.numbers) for one in sent]
+
+    def _around(self, sent: Sequence[Sent], passes: float) -> float:
+        return self.around(passes, sum(one.numbers for one in sent), sum(len(one.like) for one in sent)) if sent else 0.0
+
+    @abstractmethod
+    def work(self, reducer: Reducer | None, sent: Sent) -> Sequence[float]:
+        """Seconds before each round and after the last; `reducer` is None of a plain mean of parameters."""
+
+    @abstractmethod
+    def around(self, passes: float, numbers: int, tensors: int) -> float:
+        """Seconds of so many passes over the memory of so many numbers in so many tensors."""
+
+
+class Codec(WorkModel):
+    """Times the work here; `crowding` is how much longer it takes where workers share cores."""
 
     def __init__(self, crowding: float = 1.0) -> None:
         self._crowding = crowding
         self._known: dict[tuple[object, ...], list[float]] = {}
         self._units: tuple[float, float] | None = None  # seconds to copy a number, and of an operation on a small tensor
 
-    def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
-        """A timeline with the work of each exchange in it, and with the heartbeat that goes before each sync."""
-        deltas = strategy.averaging.deltas if strategy.averaging else None
-        between = deltas.reducer if deltas is not None else None
-        return [
-            Step(
-                [self._exchange(strategy.reducer, sent) for sent in one.in_backward],
-                [*_heartbeat(one.after), *(self._exchange(between, sent) for sent in one.after)],
-                [*_heartbeat(one.outstanding), *(self._exchange(between, sent) for sent in one.outstanding)],
-                one.delay,
-                self._around(one.in_backward, GRADIENT_PASSES)
-                + self._around([*one.after, *one.outstanding], DELTA_PASSES if deltas is not None else MEAN_PASSES),
-            )
-            for one in found
-        ]
-
-    def _exchange(self, reducer: Reducer | None, sent: Sent) -> Exchange:
-        """`reducer` is None of a plain mean of parameters."""
-        work = self._work(reducer, sent)
-        return Exchange(sent.rounds, work, sent.numbers)
-
-    def _work(self, reducer: Reducer | None, sent: Sent) -> list[float]:
+    def work(self, reducer: Reducer | None, sent: Sent) -> list[float]:
         if not sent.rounds:
             return [0.0]
-        scale = max(1.0, sent.numbers / LARGEST) * self._crowding
-        world = sent.rounds[0].world
-        key = (reducer, sent.like if scale == self._crowding else None, min(sent.numbers, LARGEST), world)
+        world, like = sent.rounds[0].world, _part(sent.like)
+        scale = sent.numbers / sum(shape.numel() for shape in like) * self._crowding
+        key = (reducer, like, world)
         if key not in self._known:
-            self._known[key] = _timed(reducer, sent, world)
+            self._known[key] = _timed(reducer, like, world)
         return [seconds * scale for seconds in self._known[key]]
 
-    def _around(self, exchanges: Sequence[Sent], passes: float) -> float:
-        if not exchanges:
-            return 0.0
+    def around(self, passes: float, numbers: int, tensors: int) -> float:
         if self._units is None:
-            self._units = _copy_seconds(), _operation_seconds()
-        numbers, tensors = sum(sent.numbers for sent in exchanges), sum(len(sent.like) for sent in exchanges)
+            self._units = copy_seconds(), _operation_seconds()
         copy, operation = self._units
         return (passes * numbers * copy + TENSOR_OPERATIONS * tensors * operation) * self._crowding
 
 
 def _heartbeat(sent: Sequence[Sent]) -> list[Exchange]:
-    """What ranks tell each other before they average between steps; nothing where they don't."""
+    """Nothing where nothing is averaged."""
     worlds = [one.rounds[0].world for one in sent if one.rounds]
-    if not worlds:
-        return []
-    world = max(worlds)
-    traffic = Traffic(HEARTBEAT_BYTES, HEARTBEAT_BYTES * (world - 1), 1)
-    return [Exchange([Round("AllGather", traffic, world)], [0.0, 0.0])]
+    return [heartbeat(max(worlds))] if worlds else []
 
 
-def _timed(reducer: Reducer | None, sent: Sent, world: int) -> list[float]:
+def _part(like: Sequence[torch.Size]) -> tuple[torch.Size, ...]:
+    """The first tensors of a bucket, up to `LARGEST` numbers; of a first one that is larger, so many of its rows."""
+    found: list[torch.Size] = []
+    left = LARGEST
+    for shape in like:
+        if shape.numel() > left and not found:
+            columns = math.prod(shape[1:])
+            return (torch.Size([max(1, LARGEST // columns), *shape[1:]]),)
+        if shape.numel() > left:
+            break
+        found.append(shape)
+        left -= shape.numel()
+    return tuple(found)
+
+
+def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) -> list[float]:
     """Seconds of each part of the work: the mean of some repeats; the first, which makes memories, is not one.
 
     A mean, because processes that share cores interrupt each other now and then, which a median would not see.
     """
     rows: list[list[float]] = []
-    shapes = sent.like if sent.numbers <= LARGEST else ((LARGEST,),)
     like = [torch.empty(shape, device="meta") for shape in shapes]
     source, cold = torch.randn(sum(each.numel() for each in like)), torch.ones(COLD)
     slots: list[dict[str, torch.Tensor]] = [{} for _ in like]
@@ -112,7 +127,7 @@ def _timed(reducer: Reducer | None, sent: Sent, world: int) -> list[float]:
     return [statistics.fmean(row[part] for row in rows[1:] if len(row) == length) for part in range(length)]
 
 
-def _copy_seconds() -> float:
+def copy_seconds() -> float:
     """To copy one number."""
     source, target = torch.ones(COLD), torch.ones(COLD)  # zeros share one page until they are written
     found = []

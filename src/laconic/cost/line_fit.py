@@ -13,9 +13,11 @@ def line(points: Sequence[Point]) -> tuple[float, float]:
 
     Ratios count, because sizes span five decades, and the microseconds of the smallest matter as much as the seconds of the
     largest. Their logarithm counts, so that half as long is as wrong as twice as long; by plain relative errors a line that
-    ignores large sizes would never be wrong by more than 1. Absolute values count and not squares, so a point that is off
-    pulls no harder the further it is off: almost half of them may be. A line of least absolute errors goes through two of the
-    points, and there are few, so all pairs are tried.
+    ignores large sizes would never be wrong by more than 1. Absolute values count and not squares, so a size that is off pulls
+    no harder the further it is off. What is not guarded against is a largest size that is off: beta may rest on it alone, so
+    it can't be told from an outlier. That is what medians over the repeats are for.
+
+    A line of least absolute errors goes through two of the points, and they are few, so all pairs are tried.
 
     >>> alpha, beta = line([(1e3, 1.001e-3), (1e4, 1.01e-3), (1e5, 1.1e-3), (1e6, 99.0), (1e7, 1.1e-2)])
     >>> round(alpha, 5), round(1 / beta / 1e9, 2)

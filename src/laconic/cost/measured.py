@@ -66,7 +66,7 @@ class Worker:
     node: int  # ranks of one node share a network interface
     sends_bits_per_second: float | None = None
     receives_bits_per_second: float | None = None
-    spread: float | None = None  # of several of those transfers: the fastest less the slowest, as a share of the median
+    spread: float | None = None  # of several of those transfers: between the quartiles, as a share of the usual time
     round_trip_seconds: float | None = None
 
 
@@ -91,6 +91,7 @@ class Probe:
     slow: list[str]  # ranks that are slower than the others, in words
     slow_down: float
     slow_downs: dict[str, float]  # by kind
+    round_seconds: dict[str, float] = field(default_factory=dict)  # by kind: of a small one in a loop that computes
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
@@ -105,8 +106,8 @@ class Probe:
     def network(self, link: Link | None = None, *, world: int | None = None) -> Network:
         """What the cost model computes with; `link` is one to use instead of that which was found.
 
-        The hosts' speeds are the fitted ones of collectives alone. Where a link was found, its time is in them, so another link
-        can only be slower than that.
+        The hosts' speeds are the fitted ones of collectives alone; but alpha is that of a small round in a loop that computes,
+        where this is longer. Where a link was found, its time is in them, so another link can only be slower than that.
         """
         if world is not None:
             self.check_world(world)
@@ -119,7 +120,9 @@ class Probe:
         delays, hosts = Network(Link(None, self.delay_seconds), per_node=self.per_node), dict[str, dict[int, Speed]]()
         for fit in self.fits:
             if fit.in_flight == 1:
-                alpha = fit.alpha_seconds - delays.delay_seconds(fit.kind, fit.ranks)  # the cost model adds the delay itself
+                in_training = self.round_seconds.get(fit.kind, 0.0) if fit.ranks == self.world else 0.0
+                alpha = max(fit.alpha_seconds, in_training)
+                alpha -= delays.delay_seconds(fit.kind, fit.ranks)  # the cost model adds the delay itself
                 hosts.setdefault(fit.kind, {})[fit.ranks] = Speed(max(0.0, alpha), fit.seconds_per_byte)
         used = found if link is None else link
         return Network(used, hosts, slow_down=self.slow_down, framing=self._framing(), per_node=self.per_node)

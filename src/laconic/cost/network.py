@@ -1,5 +1,6 @@
 """A network as the cost model sees it: a link, and what the hosts themselves need for a collective."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ def framing(kind: str, wire_bytes: float, world: int, bits_per_second: float) ->
     """
     most = 0.0 if kind == "AllGather" and world > 2 else BOTH_WAYS.get(kind, 0.0)
     messages = (world - 1) * (2 if kind == "AllReduce" else 1)
-    half = HALF_BYTES * (bits_per_second / HALF_RATE) ** HALF_POWER
+    half = HALF_BYTES * math.pow(bits_per_second / HALF_RATE, HALF_POWER)
     size = wire_bytes / max(1, messages)
     return HEADERS + most * size**2 / (size**2 + half**2)
 

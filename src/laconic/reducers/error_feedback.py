@@ -112,7 +112,7 @@ class Release(Reducer):
 def replace_if(good: Tensor, old: Tensor, new: Tensor) -> None:
     """old = new, in place, where `good`. On the CPU, where asking costs nothing, that is a plain copy or nothing at all."""
     if good.device.type != "cpu":
-        torch.where(good, new, old, out=old)
+        torch.where(good, new.to(old.dtype), old, out=old)  # of 16-bit numbers, an error may be in fp32
     elif good:
         old.copy_(new)
 

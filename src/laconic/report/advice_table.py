@@ -35,12 +35,12 @@ def show(record: AdviceRecord, console: Console) -> None:
     console.print(legend(record), style="dim", highlight=False, markup=False)
     console.print("\nWhat laconic's benchmarks saw of the loss:", highlight=False)
     for row in record.rows:
-        console.print(f"  {row.strategy}: {row.loss}", style="dim", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"- {row.strategy}: {row.loss}", style="dim", highlight=False, markup=False)
     console.print("\nThis rests on:", highlight=False)
-    for line in record.assumptions:
-        console.print(f"  {line}", style="dim", highlight=False, markup=False, soft_wrap=True)
+    for sentence in record.assumptions:
+        console.print(f"- {sentence}", style="dim", highlight=False, markup=False)
     console.print(f"\nchoice: {record.choice}", style="bold", highlight=False, markup=False, soft_wrap=True)
-    console.print(record.reason, highlight=False, markup=False, soft_wrap=True)
+    console.print(record.reason, highlight=False, markup=False)
 
 
 def columns(record: AdviceRecord) -> list[str]:

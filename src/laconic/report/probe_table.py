@@ -93,6 +93,8 @@ def findings(record: Record) -> list[str]:
     if record["slow_downs"]:
         parts = ", ".join(f"{kind} {share:.2f}" for kind, share in record["slow_downs"].items())
         found.append(f"Compute beside a collective takes longer, for each second of it by so many seconds: {parts}.")
+    else:
+        found.append("Compute beside a collective: not measured, for lack of time; it counts as no slower.")
     if record["left_out"]:
         smallest = min(each["wire_bytes"] for each in record["left_out"])
         found.append(f"Left out for lack of time: {len(record['left_out'])} sizes, the smallest of {human(smallest)}.")

@@ -1,7 +1,7 @@
 """What a run counts of itself, and who is told."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -135,7 +135,17 @@ class Observer(Protocol):
 
 
 class Advice(Protocol):
-    """Which strategy was chosen, out of which, and why: `laconic.advisor.advice.Advice`."""
+    """Which strategy was chosen, out of which, and why: `laconic.advisor.advice.Advice`, which this package can't import."""
+
+    @property
+    def choice(self) -> Any:
+        """The row of the strategy that was chosen: `.strategy`, `.share`, `.time`, `.risk`, ..."""
+        ...
+
+    @property
+    def rows(self) -> Sequence[Any]:
+        """One for each family of strategies, from mild to strong."""
+        ...
 
     @property
     def reason(self) -> str:
