@@ -160,5 +160,11 @@ def test_long_messages_both_ways_take_longer_than_their_bytes() -> None:
         assert [small, large] == pytest.approx([HEADERS, HEADERS + most], abs=1e-3)
     assert framing("AllGather", 1e9, 2, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllGather"], abs=1e-3)
     assert framing("AllToAll", 3 * HALF_BYTES, 4, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllToAll"] / 2)
-    measured = Network(Link(8 * RATE), {}, framing={"AllToAll": 1.5})
-    assert measured.cable_bytes("AllToAll", 1e6, 4) == 1.5e6, "what a probe has measured counts instead"
+    lab = Network(Link(int(rate)), both_ways=True)
+    assert lab.cable_bytes("AllToAll", 1e9, 4) == pytest.approx(1e9 * (HEADERS + BOTH_WAYS["AllToAll"]), rel=1e-3)
+
+
+def test_a_link_s_headers_or_what_a_probe_has_measured() -> None:
+    assert Network(Link(8 * RATE)).cable_bytes("AllToAll", 1e6, 4) == HEADERS * 1e6
+    assert Network(Link(8 * RATE), framing={"AllToAll": 1.5}).cable_bytes("AllToAll", 1e6, 4) == 1.5e6
+    assert Network().cable_bytes("AllToAll", 1e6, 4) == 1e6, "no link, no headers that matter"

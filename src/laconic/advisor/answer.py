@@ -7,7 +7,7 @@ from laconic.advisor.catalogue import LOSSES
 from laconic.advisor.curves import Curves, curves
 from laconic.advisor.quantities import GIGABYTE, Workers
 from laconic.advisor.risk import Risk
-from laconic.advisor.subjects import FAST_FRAMING, FAST_HOSTS, ON_FAST_HOSTS, ON_HOSTS_LIKE_THIS, Subject
+from laconic.advisor.subjects import FAST_HOSTS, ON_FAST_HOSTS, ON_HOSTS_LIKE_THIS, Subject
 from laconic.cost.link import Link
 from laconic.cost.measured import Probe
 from laconic.cost.network import Network
@@ -59,7 +59,7 @@ def network_of(subject: Subject, workers: Workers, link: Link | None, probe: Pro
     assert link is not None, "one of the two was given"
     if subject.measured_here:
         return Network(link, per_node=workers.per_node), ON_HOSTS_LIKE_THIS
-    return Network(link, FAST_HOSTS, framing=FAST_FRAMING, per_node=workers.per_node), ON_FAST_HOSTS
+    return Network(link, FAST_HOSTS, framing=per_node=workers.per_node), ON_FAST_HOSTS
 
 
 def verdict(advice: Advice, link: Link) -> str:

@@ -14,7 +14,6 @@ from laconic.cost.step_time import Compute
 KINDS = ("AllReduce", "AllGather", "AllToAll")
 # Of machines that are not known, where a fast network is for: hosts that keep up with any link of today.
 FAST_HOSTS = {kind: {2: Speed(50e-6, 1 / 100e9)} for kind in KINDS}
-FAST_FRAMING = dict.fromkeys(KINDS, 1.05)  # headers, and no more: what gloo loses over TCP is not known of them
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ HALF_BYTES, HALF_RATE, HALF_POWER = 600e3, 100e6, 0.375
 
 
 def framing(kind: str, wire_bytes: float, world: int, bits_per_second: float) -> float:
-    """Seconds of a collective on a limited link, over those of its bytes at the link's rate.
+    """Seconds of one of gloo's collectives on a limited link, over those of its bytes at the link's rate.
 
     >>> [round(framing("AllToAll", size, 4, 100e6), 2) for size in (1e5, 1e6, 1e7)]
     [1.05, 1.26, 1.92]
@@ -50,7 +50,8 @@ class Network:
 
     - `link`: each node's cable.
     - `hosts`: by kind of collective and number of workers, what the hosts need; of what is not there, the nearest number.
-    - `framing`: by kind, seconds over those of the bytes at the link's rate, where they were measured; else by `framing()`.
+    - `framing`: by kind, seconds over those of the bytes at the link's rate, where they were measured; else `HEADERS`.
+    - `both_ways`: instead by `framing()`, for gloo over links that are like those of the lab.
     - `burst_bytes`: what an emulated link lets pass at once after a pause; 0 of a real one.
     - `slow_down`: seconds by which training is slower for each second that hosts work on a collective meanwhile.
     - `per_node`: so many workers share a cable. What at most so many exchange among themselves stays on their node.
@@ -64,6 +65,7 @@ class Network:
     framing: Mapping[str, float] = field(default_factory=dict)
     per_node: int = 1
     groups: int = 1
+    both_ways: bool = False
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -102,9 +104,9 @@ class Network:
         return self._framing(kind, wire_bytes, world) * self.groups * times * wire_bytes
 
     def _framing(self, kind: str, wire_bytes: float, world: int) -> float:
-        if kind in self.framing or self.link.bits_per_second is None:
-            return self.framing.get(kind, 1.0)
-        return framing(kind, wire_bytes, world, self.link.bits_per_second)
+        if self.both_ways and self.link.bits_per_second is not None:
+            return framing(kind, wire_bytes, world, self.link.bits_per_second)
+        return self.framing.get(kind, HEADERS if self.link.bits_per_second is not None else 1.0)
 
     def delay_seconds(self, kind: str, world: int) -> float:
         """What the link's delay adds: once for each message of a collective that crosses it and waits for the one before.

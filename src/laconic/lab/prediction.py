@@ -26,7 +26,7 @@ def networks(probe: str, links: Sequence[tuple[int | None, float]], groups: int)
     """One for each link, as it is emulated here, between hosts of which `probe` is a file."""
     hosts = measured.read(Path(probe)).network()
     return [
-        replace(hosts, link=link, burst_bytes=burst_bytes(link.bits_per_second or 0), framing={}, groups=groups, per_node=1)
+        replace(hosts, link=link, burst_bytes=burst_bytes(link.bits_per_second or 0), groups=groups, per_node=1, both_ways=True)
         for link in (Link(*link) for link in links)
     ]
 
