@@ -8,6 +8,7 @@ beside the best of that class. The cells that constants were fitted to are `FITT
 import json
 import math
 import os
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -89,8 +90,8 @@ def advising(cell: Cell, probe: str) -> None:
 
 
 def warm(strategy: str) -> str:
-    """The strategy as it is after its warm-up."""
-    return strategy.replace("warmup=100", "warmup=0")
+    """The strategy as it is after its warm-up: a run of some seconds would hardly leave it."""
+    return re.sub(r"^(powersgd\(rank=\d+)\)", r"\1, warmup=0)", strategy.replace("warmup=100", "warmup=0"))
 
 
 def choices(cell: Cell, probe: Path) -> dict[str, list[Any]]:
@@ -206,15 +207,16 @@ def main() -> None:
     off = [abs(run["predicted"] / run["measured"] - 1) for one in found for name, run in one["runs"].items() if name != LIMIT]
     middle, near = statistics.median(off), sum(each <= 0.2 for each in off) / len(off)
     legend = (
-        f"{len(off)} cells: median error {middle:.1%}, {near:.0%} of them within 20 %, worst {max(off):.0%}. Predicted before each "
-        f"run from a few steps without communication, encoding and the hosts' collectives timed here, and the link's text. "
+        f"{len(off)} cells: median error {middle:.1%}, {near:.0%} of them within 20 %, worst {max(off):.0%}. Predicted before "
+        "each run from a few steps without communication, encoding and the hosts' collectives timed here, and the link's text. "
         f"Constants were fitted to {FITTED}, which are not here."
     )
     ratios = [Ratio("median error of the cost model", middle, 0.2)]
     report("advisor", "The cost model against the lab", rows, legend, ratios)
     picked = chosen_rows(found)
     behind = [float(str(row["rate against it"])) for row in picked]
-    legend = f"{len(picked)} choices; {sum(each >= 0.95 for each in behind)} within 5 % of the best of their class, least {min(behind):.3f}."
+    good = sum(each >= 0.95 for each in behind)
+    legend = f"{len(picked)} choices; {good} within 5 % of the best of their class, least {min(behind):.3f}."
     report("advisor_choices", "The advisor's choice beside the best of its class", picked, legend)
 
 

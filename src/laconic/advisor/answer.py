@@ -59,7 +59,7 @@ def network_of(subject: Subject, workers: Workers, link: Link | None, probe: Pro
     assert link is not None, "one of the two was given"
     if subject.measured_here:
         return Network(link, per_node=workers.per_node), ON_HOSTS_LIKE_THIS
-    return Network(link, FAST_HOSTS, framing=per_node=workers.per_node), ON_FAST_HOSTS
+    return Network(link, FAST_HOSTS, per_node=workers.per_node), ON_FAST_HOSTS
 
 
 def verdict(advice: Advice, link: Link) -> str:

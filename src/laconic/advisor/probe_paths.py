@@ -147,9 +147,8 @@ def _received(session: Session, partner: int | None, block: int) -> tuple[float,
 def _transfers(session: Session, partner: int, numbers: int) -> list[float]:
     """Seconds of each.
 
-    All are launched at once, and all that is to come is asked for before anything is sent. Gloo asks on the connection on which
-    it sends, so what is asked for later waits behind what is being sent, and the cable is idle meanwhile: one transfer after the
-    other was seen to reach 63 to 88 of 100 Mbit/s.
+    All are launched at once, and all that is to come is asked for before anything is sent. One transfer after the other was
+    seen to reach 63 to 88 of 100 Mbit/s: probably what is asked for later waits behind what is being sent.
     """
     group, count = session.group.process_group, BLOCKS * (1 + TRANSFERS)
     incoming = [torch.zeros(numbers, device=session.device) for _ in range(count)]
