@@ -50,8 +50,8 @@ def main() -> None:
             )
     legend = (
         f"{TASK}, {WORKERS} workers, {STEPS} steps from a model that ddp() has trained for {WARM}, {SEEDS} seeds. Timing "
-        "begins after five steps. auto() trains as ddp() until it has timed ten steps, and probes for five seconds: both are in "
-        "its time."
+        "begins after five steps. auto() trains as ddp() until it has timed ten steps, and probes for five seconds: both are "
+        "in its time."
     )
     report("auto", "auto() beside ddp() and fixed choices", found, legend)
 

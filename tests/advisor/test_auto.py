@@ -103,6 +103,7 @@ def test_all_ranks_go_over_to_one_choice_as_if_somebody_had_swapped() -> None:
     assert laconic.strategy(advice["choice"]) == laconic.strategy(text)
     assert laconic.strategy(text).averaging is None, "by default, nothing that changes the training"
     assert advice["risk"] == "delay"
+    assert not [row["strategy"] for row in advice["rows"] if "Momentum" in row["strategy"]], "this loop might clip gradients"
     assert said == f"laconic: {SLOW} goes on by {advice['choice']} after step {CHOSEN_AFTER}. {advice['reason']}\n"
     assert silence == ""
 

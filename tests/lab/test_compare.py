@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from laconic.cli import app
+from laconic.lab import host_speeds
 from laconic.lab.compare import _record
 from laconic.report import comparison_records as records
 from laconic.report.live_comparison import Board
@@ -28,6 +29,14 @@ def laconic(*arguments: str, folder: Path) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         return CliRunner().invoke(app, arguments)
+
+
+def use_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache without warm starts; the probes of this machine are those of all tests."""
+    host_speeds.folder().mkdir(parents=True, exist_ok=True)
+    (folder / "laconic").mkdir(parents=True)
+    (folder / "laconic" / "hosts").symlink_to(host_speeds.folder())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 TINY = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--steps", "20", "--out", "out"]
@@ -70,7 +79,7 @@ def test_a_comparison_and_its_record(tmp_path: Path) -> None:
 
 
 def test_equal_time_from_a_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_cache(tmp_path / "cache", monkeypatch)
     asked = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--link", "none", "--seconds", "1", "--warm", "12"]
     done = laconic(*asked, "--out", "out", folder=tmp_path)
     assert done.exit_code == 0, done.stdout + done.stderr
@@ -89,7 +98,7 @@ def test_equal_time_from_a_warm_start(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.soak
 def test_a_warm_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_cache(tmp_path / "cache", monkeypatch)
     asked = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--link", "none", "--seconds", "1", "--warm", "12"]
     done = laconic(*asked, "--out", "out", folder=tmp_path)
     assert done.exit_code == 0, done.stdout + done.stderr

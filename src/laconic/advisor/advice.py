@@ -1,7 +1,7 @@
 """Which strategy: the step time of each, and one choice by a rule that a person can follow. Imports no torch.
 
 The rule: the mildest class of risk in which some strategy reaches the wanted share of the rate without communication; in it,
-the first strategy of the list that reaches the share. Where none does, the fastest that is allowed.
+the first strategy of the list that reaches the share. Where none does, the mildest that comes near to the fastest.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ from laconic.cost.step_time import Compute, Step, StepTime, step_time
 from laconic.report.advice_records import share_text
 
 DAY = 24 * 60 * 60
+NEAR = 0.03  # a rate that is less by no more than this share is not worth a stronger strategy
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def advise(
     """Time every family over the network, and choose.
 
     A family is one recipe with its parameters from mild to strong. Its row has the mildest parameters that reach `share` and
-    keep to the limits, else the strongest. `limits` may be given instead of `risk`.
+    keep to the limits, else the mildest that come near to its fastest. `limits` may be given instead of `risk`.
 
     >>> quiet = Candidate("ddp()", Risk.SAME, [Step()])
     >>> advise([[quiet]], Compute.of(0.3), Network()).reason
@@ -145,8 +146,9 @@ def advise(
     if not allowed:
         raise _nothing_left([family.row for family in found])
     reaching = [family for family in allowed if family.row.share >= share]
-    chosen = reaching[0] if reaching else max(allowed, key=lambda family: family.row.share)
-    reason = _reason(found, chosen, kept, share, reached=bool(reaching))
+    fastest = max(allowed, key=lambda family: family.row.share)
+    chosen = reaching[0] if reaching else next(family for family in allowed if _near(family.row, fastest.row))
+    reason = _reason(found, chosen, fastest, kept, share)
     return Advice([family.row for family in found], chosen.row, reason, share, kept.risk)
 
 
@@ -165,9 +167,15 @@ class _Family:
             if rows[-1].share >= share and not _unfit(rows[-1], limits):
                 break
         else:
-            fitting = [place for place, row in enumerate(rows) if not _unfit(row, limits)]
-            rows = rows[: fitting[-1] + 1] if fitting else rows
+            fitting = [(place, row) for place, row in enumerate(rows, 1) if not _unfit(row, limits)]
+            if fitting:
+                _, fastest = max(fitting, key=lambda one: one[1].share)
+                rows = rows[: next(place for place, row in fitting if _near(row, fastest))]
         return cls(rows[-1], rows[-2] if len(rows) > 1 else None)
+
+
+def _near(row: Row, fastest: Row) -> bool:
+    return row.share >= (1 - NEAR) * fastest.share
 
 
 def timed(candidate: Candidate, compute: Compute, network: Network, limits: Limits | None = None) -> Row:
@@ -209,18 +217,19 @@ def _nothing_left(rows: Sequence[Row]) -> ValueError:
     )
 
 
-def _reason(families: Sequence[_Family], chosen: _Family, limits: Limits, share: float, *, reached: bool) -> str:
+def _reason(families: Sequence[_Family], chosen: _Family, fastest: _Family, limits: Limits, share: float) -> str:
     """What, why, and why the next milder one does not do."""
     row = chosen.row
-    if reached:
+    if row.share >= share:
         what = f"{row.strategy} reaches {share_text(row.share)} of the rate without communication"
         if row is families[0].row:
             return f"{what}: the network is not the problem."
         first = f"{what}, and is the first of the list, from mild to strong, that reaches {share_text(share)}."
     else:
+        near = "the fastest" if chosen is fastest else f"the mildest within {NEAR:.0%} of the fastest"
         first = (
-            f"No strategy that is allowed reaches {share_text(share)} of the rate without communication. {row.strategy} is the "
-            f"fastest, with {share_text(row.share)}."
+            f"No strategy that is allowed reaches {share_text(share)} of the rate without communication. {row.strategy} is "
+            f"{near}, with {share_text(row.share)}."
         )
         beyond = [other.row for other in families if other.row.risk > limits.risk and other.row.share >= share]
         if beyond:
