@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.advisor import auto
-from laconic.advisor.step_timer import SKIPPED
+from laconic.cost.step_timer import SKIPPED
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run, engine_of
 from tests.islands import adam, loss, sharded, tokens

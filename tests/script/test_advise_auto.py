@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from laconic.advisor.step_timer import SKIPPED
+from laconic.cost.step_timer import SKIPPED
 from laconic.script import auto
 from tests.lab.test_link import needs_link
 from tests.live import ranks

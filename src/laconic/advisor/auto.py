@@ -15,13 +15,13 @@ from laconic.advisor.advice import Advice, Candidate, Row, advise
 from laconic.advisor.candidates import candidates
 from laconic.advisor.probe import measure
 from laconic.advisor.risk import Risk
-from laconic.advisor.step_timer import SKIPPED, StepTimer, without_communication
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError
 from laconic.cost.codec import Codec
 from laconic.cost.link import parse
 from laconic.cost.network import Network
 from laconic.cost.step_time import Compute, StepTime
+from laconic.cost.step_timer import SKIPPED, StepTimer, without_communication
 from laconic.ranks.agreement import gather_texts
 from laconic.reducers.base import Reducer
 from laconic.reducers.momentum import Momentum

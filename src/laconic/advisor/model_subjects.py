@@ -17,10 +17,10 @@ from laconic.advisor.quantities import Workers
 from laconic.advisor.subjects import WHOLE_STEP, Subject, work_words
 from laconic.cost.codec import Codec, WorkModel
 from laconic.cost.step_time import Compute
-from laconic.cost.stopwatch import Stopwatch
+from laconic.cost.step_timer import SKIPPED, StepTimer
 
 VERSION = 1  # of the file of `laconic run --advise`
-SKIPPED, STEPS, FEWEST, LONGEST_SECONDS = 3, 20, 3, 10.0  # of a task: the first fill caches; then so many, as time allows
+STEPS, FEWEST, LONGEST_SECONDS = 20, 3, 10.0  # of a task: so many are timed, as time allows
 TIMED_HERE = "Encoding and decoding were timed on this machine's CPU, on tensors of the model's shapes."
 
 
@@ -59,16 +59,14 @@ def of_task(
     optimizer = task.optimizer(model)
     batches = task.batches(0, workers.count, 0)
     progress(f"timing {task.name} in this process: {SKIPPED} steps that are not counted, then up to {STEPS}")
-    for _ in range(SKIPPED):
+    timer, began = StepTimer(model, [optimizer]), time.perf_counter()
+    while timer.timed < (STEPS if time.perf_counter() - began < LONGEST_SECONDS else FEWEST):
         _train(task, model, optimizer, next(batches))
-    began = time.perf_counter()
-    with Stopwatch(model, optimizer) as stopwatch:
-        for step in range(STEPS):
-            if step >= FEWEST and time.perf_counter() - began > LONGEST_SECONDS:
-                break
-            _train(task, model, optimizer, next(batches))
-    compute = stopwatch.compute()
-    said = [f"The compute is that of this machine, timed in {len(stopwatch.rows)} steps of one process: {_parts(compute)}."]
+        timer.tick()
+    timer.stop()
+    compute = timer.compute()
+    assert compute is not None, "steps were timed"
+    said = [f"The compute is that of this machine, timed in {timer.timed} steps of one process: {_parts(compute)}."]
     return _of_model(task.name, model, compute, workers, kind_of(optimizer), memory_bytes_per_second, extra, progress, said)
 
 

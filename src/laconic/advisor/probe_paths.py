@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from laconic.advisor.probe_session import Session
-from laconic.cost.stopwatch import now
+from laconic.cost.step_timer import now
 
 FIRST_PINGS, PINGS = 3, 20
 SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 12, 1 << 20

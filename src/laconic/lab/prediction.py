@@ -14,12 +14,12 @@ from laconic.cost.codec import Codec
 from laconic.cost.link import Link
 from laconic.cost.network import Network
 from laconic.cost.step_time import Compute, Step, step_time
-from laconic.cost.stopwatch import Stopwatch
+from laconic.cost.step_timer import SKIPPED, StepTimer
 from laconic.forecast.prediction import timeline_of
 from laconic.lab.hosts import burst_bytes
 from laconic.lab.trainee import Trainee, step
 
-SETTLING, TIMED = 3, 16  # steps without communication: those that fill caches, and those that are timed
+TIMED = 16  # steps without communication
 
 
 def networks(probe: str, links: Sequence[tuple[int | None, float]], groups: int) -> list[Network]:
@@ -34,15 +34,16 @@ def networks(probe: str, links: Sequence[tuple[int | None, float]], groups: int)
 def compute_of(trainee: Trainee, batches: Iterator[Any]) -> Compute:
     """A step of all workers without communication; the mean over them. Replicas are left as they are then: apart."""
     run = laconic.attach(trainee.model, trainee.optimizer, "silent()", mesh=trainee.mesh)
-    for _ in range(SETTLING):
-        step(trainee, next(batches))
+    timer = StepTimer(trainee.model, [trainee.optimizer])
     dist.barrier()
-    with Stopwatch(trainee.model, trainee.optimizer) as watch:
-        for _ in range(TIMED):
-            step(trainee, next(batches))
+    for _ in range(SKIPPED + TIMED):
+        step(trainee, next(batches))
+        timer.tick()
+    timer.stop()
     dist.barrier()
     run.detach()
-    mine, everyone = watch.compute(), [None] * dist.get_world_size()
+    mine, everyone = timer.compute(), [None] * dist.get_world_size()
+    assert mine is not None, "steps were timed"
     dist.all_gather_object(everyone, [mine.forward, mine.backward, mine.optimizer, mine.jitter])
     return Compute(*(statistics.fmean(column) for column in zip(*filter(None, everyone), strict=True)))
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from laconic.advisor.step_timer import StepTimer
+from laconic.cost.step_timer import StepTimer
 from laconic.script.messages import log
 
 VERSION = 1

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from laconic.advisor import step_timer
-from laconic.advisor.step_timer import SKIPPED, StepTimer, without_communication
 from laconic.comm.collectives import Traffic
 from laconic.comm.dryrun import Round
+from laconic.cost import step_timer
 from laconic.cost.link import Link
 from laconic.cost.network import Network
 from laconic.cost.step_time import Compute, Exchange, Step, step_time
+from laconic.cost.step_timer import SKIPPED, StepTimer, without_communication
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that the test winds: its last number is the time."""
     times = [0.0]
-    monkeypatch.setattr(step_timer, "_now", lambda: times[-1])
+    monkeypatch.setattr(step_timer, "now", lambda: times[-1])
     return times
 
 

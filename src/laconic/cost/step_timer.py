@@ -37,11 +37,11 @@ class StepTimer:
 
     def tick(self, waited: float = 0.0) -> None:
         """A step is complete; for so many seconds of its backward, training stood still for other ranks."""
-        now, began = _now(), self._began
+        ended, began = now(), self._began
         self.ticks += 1
         if began is not None and self.ticks > SKIPPED:
-            self._rows.append(_less(self._marks.row(began, now), waited))
-        self._began = now
+            self._rows.append(_less(self._marks.row(began, ended), waited))
+        self._began = ended
 
     def stop(self) -> None:
         """Leave model and optimizers as they were."""
@@ -54,9 +54,10 @@ class StepTimer:
         return len(self._rows)
 
     def compute(self) -> Compute | None:
-        """The means, and the standard deviation of a step, as `cost.stopwatch` has them; None: no step was timed.
+        """The means, and the standard deviation of a step; None: no step was timed.
 
-        A step that took far longer than most is left out: the loop had a pause in it, such as an evaluation.
+        Means, not medians: where processes share cores, a step is either undisturbed or interrupted for a time slice, and both
+        count. But a step that took far longer than most is left out: the loop had a pause in it, such as an evaluation.
         """
         if not self._rows:
             return None
@@ -77,18 +78,18 @@ class _Marks:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_forward(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.is_grad_enabled():
-            self._forward_over, self._backward_over = _now(), None
+            self._forward_over, self._backward_over = now(), None
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if self._backward_over is None:
-            self._backward_over = _now()
+            self._backward_over = now()
 
-    def row(self, began: float, now: float) -> Compute:
+    def row(self, began: float, ended: float) -> Compute:
         """The step between these two times."""
         forward, backward = self._forward_over, self._backward_over
-        if forward is None or backward is None or not began <= forward <= backward <= now:
-            return Compute.of(now - began)
-        return Compute(forward - began, backward - forward, now - backward)
+        if forward is None or backward is None or not began <= forward <= backward <= ended:
+            return Compute.of(ended - began)
+        return Compute(forward - began, backward - forward, ended - backward)
 
 
 def without_communication(found: Compute, steps: Sequence[Step], network: Network, *, waits_known: bool) -> Compute:
@@ -111,7 +112,7 @@ def _less(row: Compute, seconds: float) -> Compute:
     return replace(row, backward=max(row.backward - seconds, LEAST * row.backward))
 
 
-def _now() -> float:
+def now() -> float:
     """Seconds, when all that an accelerator was given is done."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
