@@ -57,6 +57,7 @@ class Meter:
         self._strategy = str(run.strategy)
         self._unseen: set[str] = set()  # layers that the look which goes on has not come to
         self._before, self._time = self._engine.counter.here(), time.perf_counter()
+        self._paused = self._engine.paused_seconds
         self._inspector = self._engine.observe(self)
         self._inspector.watching = True
         self._look_ahead()
@@ -73,7 +74,7 @@ class Meter:
                 "kind": "step",
                 "step": step,
                 "time": time.time(),
-                "seconds": now - self._time,
+                "seconds": now - self._time - (self._engine.paused_seconds - self._paused),
                 "payload_bytes": spent.total.payload_bytes,
                 "wire_bytes": spent.total.wire_bytes,
                 "collectives": spent.total.collectives,
@@ -88,7 +89,7 @@ class Meter:
             self._unseen -= self._inspector.layers.keys()
             self._inspector.layers.clear()
         self._look_ahead()
-        self._before, self._time = counts, now
+        self._before, self._time, self._paused = counts, now, self._engine.paused_seconds
 
     def ended(self, failure: str | None) -> None:
         """The run is over."""

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from laconic.advisor.curves import WORKERS
 from laconic.cli import app
+from laconic.cli.advise import _is_script
 from laconic.cost.measured import Fit, Probe, Worker
 
 NUMBERS = ["--params", "124m", "--step-ms", "90"]
@@ -69,6 +70,10 @@ def test_a_fast_link_is_no_problem_and_a_slower_one_never_better() -> None:
 
 def test_money_and_budgets() -> None:
     found = answer(*NUMBERS, *LINK, "--price-per-gb", "0.09")
+    nodes = answer(*NUMBERS, "--nodes", "4x4", "--link", "10gbit", "--price-per-gb", "0.09")["rows"][0]
+    assert nodes["cost_per_day"] == pytest.approx(0.09 * 4 * nodes["wire_bytes_per_day"] / 1e9), (
+        "of 4 cables, not of 16 workers"
+    )
     for row in found["rows"]:
         assert row["cost_per_day"] == pytest.approx(row["wire_bytes_per_day"] / 1e9 * 0.09 * 8)
     cost = next(row["cost_per_day"] for row in found["rows"] if row["strategy"] == found["choice"])
@@ -119,6 +124,8 @@ def test_a_page_with_curves(tmp_path: Path) -> None:
         workers = dict(data["by_workers"][row["strategy"]])
         assert list(workers) == list(WORKERS)
         assert workers[8] == pytest.approx(row["share"], abs=0.02)
+    plain = dict(data["by_workers"]["ddp()"])
+    assert plain[2] > plain[8] > plain[1024], "2(N-1)/N, and a longer ring"
     assert data["choice"].partition("(")[0] in (tmp_path / "new/advice.html").read_text()
 
 
@@ -166,6 +173,10 @@ def test_what_was_measured_of_a_script(tmp_path: Path) -> None:
     found = answer("--measured", str(file), "--workers", "2", "--link", "10mbit")
     assert found["rows"][0]["wire_bytes_per_step"] == 4 * (64 * 32 + 64)
     assert found["rows"][0]["compute_seconds"] == pytest.approx(0.31)
+    assert any("local_adam" in row["strategy"] for row in found["rows"])
+    file.write_text(measured(optimizer="sgd"))
+    found = answer("--measured", str(file), "--workers", "2", "--link", "10mbit")
+    assert not any("local_adam" in row["strategy"] for row in found["rows"]), "the script's optimizer is SGD"
     file.write_text(measured(dtype="bfloat16"))
     assert answer("--measured", str(file), "--workers", "2", "--link", "10mbit")["rows"][0]["wire_bytes_per_step"] == 4224
 
@@ -180,6 +191,8 @@ def test_what_was_measured_of_a_script(tmp_path: Path) -> None:
         (measured(compute=[0, 0, 0]), "must be the seconds"),
         (measured(compute=[-1, 2, 3]), "must be the seconds"),
         (measured(parameters={"a": "wide"}), "must be shapes by name"),
+        (measured(parameters={"a": [2], "a.b": [2]}), "no model has a parameter of the name 'a.b'"),
+        (measured(parameters={"training": [2]}), "no model has a parameter of the name 'training'"),
         (measured(parameters={}), "needs parameters"),
         (measured(dtype="float33"), "must be one of torch's"),
     ],
@@ -293,3 +306,18 @@ def test_the_answers_in_the_docs_are_the_tools() -> None:
     page = examples["PAGE"].read_text()
     assert page.count("$ laconic advise") == 7
     assert examples["answered"](page) == page
+
+
+def test_what_never_averages_or_chooses_itself_is_no_choice() -> None:
+    found = answer(*NUMBERS, *LINK, "-s", "silent()")
+    (silent,) = [row for row in found["rows"] if row["strategy"] == "silent()"]
+    assert silent["refused"] == "it never averages"
+    assert found["choice"] != "silent()"
+    assert "leaves the choice to the advisor" in laconic(*NUMBERS, *LINK, "-s", "auto()").stderr
+
+
+def test_a_file_that_lacks_some_of_a_task_s_functions_is_a_script(tmp_path: Path) -> None:
+    task, script = tmp_path / "task.py", tmp_path / "script.py"
+    task.write_text("from here import model, optimizer\ndef batches(rank, world, seed): ...\ndef loss(model, batch): ...\n")
+    script.write_text("def loss(x): ...\nprint('trains')\n")
+    assert [_is_script(str(path)) for path in (task, script, tmp_path / "none.py")] == [False, True, False]

@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.advisor import auto
+from laconic.comm.group import CommunicationError
 from laconic.cost.step_timer import SKIPPED
+from laconic.ranks.agreement import PeerError
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run, engine_of
 from tests.islands import adam, loss, sharded, tokens
-from tests.live import ranks
+from tests.live import last_ranks, ranks
 from tests.models import everything, everywhere_equal, same_bits, vectors, weights
 
 TIMED = 2
@@ -104,7 +106,9 @@ def test_all_ranks_go_over_to_one_choice_as_if_somebody_had_swapped() -> None:
     assert laconic.strategy(text).averaging is None, "by default, nothing that changes the training"
     assert advice["risk"] == "delay"
     assert not [row["strategy"] for row in advice["rows"] if "Momentum" in row["strategy"]], "this loop might clip gradients"
-    assert said == f"laconic: {SLOW} goes on by {advice['choice']} after step {CHOSEN_AFTER}. {advice['reason']}\n"
+    first, second = said.splitlines()
+    assert first.startswith(f"laconic: {SLOW} has timed "), "a pause is said before it begins"
+    assert second == f"laconic: {SLOW} goes on by {advice['choice']} after step {CHOSEN_AFTER}. {advice['reason']}"
     assert silence == ""
 
 
@@ -277,7 +281,9 @@ def failing(rank: int, who: int) -> list[str]:
             with laconic.attach(model, optimizer, SLOW) as run:
                 trained(model, optimizer, range(END))
                 assert (str(run.strategy), run.advice()) == (SLOW, None)
-    assert lines.getvalue() == ""
+                run.swap(SLOW)  # a new search, which fails as well
+                trained(model, optimizer, range(END, END + CHOSEN_AFTER + 1))
+    assert lines.getvalue().count("has timed") == (2 if rank == 0 else 0)
     assert everywhere_equal(weights(model))
     return [str(warning.message) for warning in warned]
 
@@ -285,8 +291,29 @@ def failing(rank: int, who: int) -> list[str]:
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_fails_to_advise_leaves_all_on_ddp_with_one_warning(who: int) -> None:
     warned, silence = ranks(2, failing, who)
-    assert warned == [f"{SLOW} has chosen nothing, and the run goes on as ddp(): rank {who}: OSError: the disk is on fire"]
+    assert warned == [f"{SLOW} has chosen nothing, and the run goes on as ddp(): rank {who}: OSError: the disk is on fire"] * 2
     assert silence == []
+
+
+def failing_in_the_probe(rank: int) -> str:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room")
+
+    model, optimizer = built()
+    with (
+        patch.object(auto, "measure", broken) if rank == 1 else nullcontext(),
+        printed(),
+        pytest.raises((CommunicationError, PeerError)) as caught,
+        laconic.attach(model, optimizer, SLOW),
+    ):
+        trained(model, optimizer, range(END))
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_in_the_probe_ends_all_and_is_named() -> None:
+    peer, own = last_ranks(2, failing_in_the_probe)
+    assert "the probe failed here: MemoryError: no room" in own
+    assert "rank 1" in peer
 
 
 def refused(rank: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import laconic
 from laconic.advisor.probe import check, promise
 from laconic.advisor.probe_collectives import FEWEST, MOST_BYTES, PRIMING_BYTES, SIZES, fits, most_priming, most_repeats
-from laconic.advisor.probe_paths import LARGEST_BLOCK, SMALLEST_BLOCK, block_bytes, rounds_of
+from laconic.advisor.probe_paths import rounds_of
 from laconic.comm.group import CommunicationError
 from laconic.cost.found_link import ONE_HOST
 from laconic.cost.measured import Probe, parse
@@ -121,13 +121,6 @@ def test_repeats_have_a_limit_of_their_bytes(size: int) -> None:
 def test_a_size_is_begun_only_where_the_fewest_repeats_fit() -> None:
     assert fits(0.1, 0.4)
     assert not fits(0.1, 0.39)
-
-
-@given(st.floats(0.0, 1.0), st.floats(0.0, 10.0))
-def test_blocks_fit_the_time_as_far_as_there_are_such(seconds_per_byte: float, seconds: float) -> None:
-    size = block_bytes(seconds_per_byte, seconds)
-    assert SMALLEST_BLOCK <= size <= LARGEST_BLOCK
-    assert size == SMALLEST_BLOCK or 24 * size * seconds_per_byte <= seconds / 2 + 1e-9
 
 
 def test_more_ranks_and_nodes_are_promised_more_bytes() -> None:

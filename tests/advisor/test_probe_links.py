@@ -166,7 +166,8 @@ def test_an_early_end_is_said_and_leaves_nothing(end: str, options: list[str], t
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == (130 if end == "Ctrl-C" else 137), output
+    # Of a rehearsal the code is that of the rank whose end was seen first: the killed one, or one that lost it.
+    assert process.returncode in ([130] if end == "Ctrl-C" else [1, 137] if options else [137]), output
     assert "nothing was written" in output
     assert end == "Ctrl-C" or "ended early" in output or "was killed by SIGKILL" in output, output
     assert (tmp_path / "probe.json").read_text() == "the one before"

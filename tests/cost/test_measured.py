@@ -197,6 +197,12 @@ def test_ranks_on_one_host_have_no_link() -> None:
     assert delay_of(workers(95e6, 95e6, nodes=[0, 0], trip=0.1)) == 0.0
 
 
+def test_transfers_that_there_was_no_time_for_are_no_link() -> None:
+    rate, note = link_of([], [Worker(0, "a", 0), Worker(1, "b", 1)], 0.0)
+    assert rate is None
+    assert "no time for transfers between hosts; give more --seconds" in note
+
+
 def test_steady_transfers_between_idle_hosts_are_a_link() -> None:
     rate, note = link_of([sample(seconds=(1 << 20) / RATE)], workers(95e6, 96e6, 94e6, 95e6), 0.05)
     assert rate == pytest.approx(HEADERS * 95e6)

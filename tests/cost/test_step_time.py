@@ -168,3 +168,30 @@ def test_a_link_s_headers_or_what_a_probe_has_measured() -> None:
     assert Network(Link(8 * RATE)).cable_bytes("AllToAll", 1e6, 4) == HEADERS * 1e6
     assert Network(Link(8 * RATE), framing={"AllToAll": 1.5}).cable_bytes("AllToAll", 1e6, 4) == 1.5e6
     assert Network().cable_bytes("AllToAll", 1e6, 4) == 1e6, "no link, no headers that matter"
+
+
+def test_between_steps_four_exchanges_are_outstanding_at_a_time() -> None:
+    many = [exchange(10_000, work=0.004) for _ in range(6)]
+    found = step_time([Step(after=many)], COMPUTE, network())
+    # Encoding of the first four, 16 ms, hides 12 of the first one's 10 ms; each later one is encoded while others travel.
+    alone = step_time([Step(after=[exchange(10_000, work=0.004)])], COMPUTE, network())
+    assert found.waiting < 6 * alone.waiting - 0.01, "one after the other would wait for each"
+    assert found.work == pytest.approx(6 * 0.008)
+
+
+def test_what_hosts_do_for_a_hidden_bucket_is_taken_from_backward() -> None:
+    buckets = [exchange(50_000), exchange(50_000)]
+    found = step_time([Step(buckets)], COMPUTE, network(slow_down=0.5, host=4e-7))
+    assert found.work == pytest.approx(0.5 * 50_000 * 4e-7), "of the first; the last one is waited for"
+
+
+def test_rounds_of_what_is_outstanding_leave_at_their_steps() -> None:
+    """Of two rounds and a delay of 4, the second leaves after 2 steps: what it takes beyond two more steps is waited for."""
+    steps = [*[Step()] * 15, Step(outstanding=[exchange(100_000, 900_000)], delay=4)]
+    found = step_time(steps, COMPUTE, network())
+    assert found.waiting == pytest.approx((0.9 - 2 * 0.4) / 16)
+
+
+def test_compute_is_what_was_given_however_small() -> None:
+    tiny = Compute(1e-300, 1e-300)
+    assert step_time([Step(after=[exchange(50_000)])], tiny, network()).compute == tiny.seconds

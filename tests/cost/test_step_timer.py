@@ -114,3 +114,18 @@ def test_compute_is_found_again_from_what_a_step_of_ddp_took(waits_known: bool) 
     found = without_communication(measured, steps, network, waits_known=waits_known)
     assert (found.forward, found.optimizer) == (0.2, 0.1)
     assert found.backward == pytest.approx(0.4, rel=1e-6)
+
+
+def test_steps_that_differ_have_a_jitter_and_waits_a_median(clock: list[float]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    timer = StepTimer(model, [optimizer])
+    start = 0.0
+    for number, length in enumerate([9.0] * (SKIPPED + 1) + [11.0, 9.0, 11.0]):
+        start += length
+        one_step(model, optimizer, clock, start)
+        timer.tick(waited=0.1 * number)
+    found = timer.compute()
+    assert found is not None
+    assert (found.seconds + 0.1 * (SKIPPED + 1.5), found.jitter) == pytest.approx((10.0, 1.0), abs=0.2)
+    assert timer.waited == pytest.approx(0.1 * (SKIPPED + 1.5))

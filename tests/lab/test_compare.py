@@ -133,7 +133,7 @@ def test_the_same_seed_gives_the_same_losses_and_the_first_comparison_is_kept(tm
         (["-s", "diloco(period=0)"], "period"),
         (["digit"], "did you mean digits"),
         (["--workers", "1"], "--workers must be at least 2, got 1"),
-        (["--link", "0.5kbit"], "a link has a rate from 10kbit to 34gbit"),
+        (["--link", "0.5kbit"], "a link has a rate from 10kbit to 10tbit"),
     ],
 )
 def test_bad_arguments(arguments: list[str], sentence: str, tmp_path: Path) -> None:

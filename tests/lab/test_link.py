@@ -9,8 +9,8 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from laconic.cost.link import FASTEST, SLOWEST, Link, parse
-from laconic.lab.link import refusal, start
+from laconic.cost.link import SLOWEST, Link, parse
+from laconic.lab.link import FASTEST, refusal, start
 
 LIMITED = Link(20_000_000)
 missing = refusal(LIMITED)
@@ -38,10 +38,16 @@ def test_what_is_no_link_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["0.5kbit", "0.0001kbit", "99999gbit", "34.5gbit", "10mbit:20000ms"])
-def test_what_the_kernel_has_no_room_for_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"a rate from 10kbit to 34gbit, and a delay of up to 10000ms; got {text!r}"):
+@pytest.mark.parametrize("text", ["0.5kbit", "0.0001kbit", "99999gbit", "11tbit", "10mbit:20000ms"])
+def test_what_no_link_has_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"a rate from 10kbit to 10tbit, and a delay of up to 10000ms; got {text!r}"):
         parse(text)
+
+
+def test_what_the_kernel_has_no_room_for_can_be_advised_on_but_not_emulated() -> None:
+    fast = parse("34.5gbit")
+    assert str(fast) == "34500mbit"
+    assert refusal(fast) == "the fastest link that can be emulated has 34gbit, and 34500mbit is asked for"
 
 
 @needs_link

@@ -36,3 +36,7 @@ def test_a_probe_is_kept_for_a_day_and_speaks_for_any_link(tmp_path: Path, monke
     assert host_speeds.ensure(2, 1, cables=False, say=again.append) == copied
     assert "collectives among 2 workers, without a limit: 0.5 s" in again[0], "one of yesterday is made anew"
     assert read(copied).asked_seconds == 0.5
+    copied.write_text("{}")
+    assert read(host_speeds.ensure(2, 1, cables=False, say=again.append)).world == 2, "and so is one that is damaged"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert host_speeds.folder().name.startswith("laconic-hosts-"), "a cache that can't be had stops nobody"

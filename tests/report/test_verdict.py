@@ -38,11 +38,13 @@ def test_each_cell_stands_under_its_head() -> None:
     results = result(("silent()", 2.0, 25, 0), ("b()", 1.1, 50, 2.5e9), ("a()", 1.0, 40, 999.4), ("ddp()", 1.0, 100, 1e6))
     for run in results.runs:
         run.wire_bytes_per_step |= {"predicted": 1200.0, "kernel": 1999.0}
+        run.expected_step_ms = run.step_ms + 10
     assert [row.strategy for row in rows(results)] == ["ddp()", "b()", "a()", "silent()"]
     _, b, *_ = rows(results)
     assert dict(zip(columns(results), cells(b, results), strict=True)) == {
         "strategy": "b()", "val loss": "1.1000", "vs ddp": "1.100", "spread": "-", "bytes/step": "2.5 GB",
-        "predicted": "1.2 kB", "kernel": "2 kB", "step": "50.0 ms", "speed": "2.00x", "limit": "50%", "to ddp loss": "never",
+        "predicted": "1.2 kB", "kernel": "2 kB", "step": "50.0 ms", "model": "60.0 ms", "speed": "2.00x", "limit": "50%",
+        "to ddp loss": "never",
     }  # fmt: skip
     assert [human(count) for count in (999.4, 1000, 2.5e6)] == ["999 B", "1 kB", "2.5 MB"]
     assert "PREDICTED" not in legend(results)
@@ -246,13 +248,13 @@ def test_where_the_link_could_not_be_had_the_predicted_step_decides() -> None:
     assert "of the last 2 steps, without a limit" in charts["Where the time goes"]["layout"]["xaxis"]["title"]["text"]
 
 
-@pytest.mark.parametrize(("width", "tables"), [(150, 1), (80, 3), (50, 6)])
+@pytest.mark.parametrize(("width", "tables"), [(150, 2), (160, 1), (80, 3), (50, 7)])
 def test_no_number_is_cut_or_folded_in_a_narrow_terminal(width: int, tables: int) -> None:
     long = "streaming_diloco(period=16, delay=2, blend=0.0, warmup=10)"
     results = result(("ddp()", 1.2345, 1234.5, 12.3e6), (long, None, 56.7, 4.56e3), ("silent()", 9.8765, 43.2, 0))
     results.link_note = "no namespaces"
     for run in results.runs:
-        run.predicted_step_ms = 8765.4
+        run.predicted_step_ms, run.expected_step_ms = 8765.4, 7654.3
         run.wire_bytes_per_step["kernel"] = 987e3
     text = io.StringIO()
     show(results, Console(file=text, width=width, legacy_windows=False))
@@ -299,3 +301,11 @@ def test_the_live_table_goes_on_over_seeds_and_lines_are_printed_where_nothing_c
     assert shown(board)[0] == "2/3"
     board.finish(third)
     assert shown(board)[0] == "3/3"
+
+
+def test_how_far_off_the_cost_model_was_is_said() -> None:
+    results = result(("ddp()", 1.0, 100, 1e6), ("a()", 1.0, 50, 1e5), ("b()", 1.0, 40, 1e5), ("silent()", 2.0, 25, 0))
+    assert "cost model" not in ground(results), "older records have nothing of it"
+    for run, expected in zip(results.runs, (110, 40, 40, 100), strict=True):
+        run.expected_step_ms = expected
+    assert "The cost model was off by 10% of the step time (median), at most by -20% (a())." in ground(results)

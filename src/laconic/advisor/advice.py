@@ -200,6 +200,8 @@ def _refusal(row: Row, limits: Limits) -> str:
 
 def _unfit(row: Row, limits: Limits) -> str:
     """Why its parameters are none to take, whatever the risk."""
+    if row.risk == Risk.LOCAL and not row.wire_bytes_per_step:
+        return "it never averages"
     if limits.extra_memory_bytes is not None and row.extra_memory_bytes > limits.extra_memory_bytes:
         return "its extra memory does not fit"
     if limits.bytes_per_day is not None and row.bytes_per_day > limits.bytes_per_day:

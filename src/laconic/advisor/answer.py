@@ -70,6 +70,8 @@ def verdict(advice: Advice, link: Link) -> str:
     times = f"a step takes {seconds_text(plain.time.seconds)}, of which {seconds_text(plain.time.compute)} are compute"
     if plain.share >= advice.share:
         return f"Is the network the problem? No: {got}."
+    if plain.time.waiting <= (1 - advice.share) * plain.time.seconds:
+        return f"Is the network the problem? No, but work on what is sent: {got} ({times})."
     return f"Is the network the problem? Yes: {got} ({times})."
 
 

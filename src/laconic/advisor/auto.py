@@ -4,7 +4,7 @@ import json
 import statistics
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,19 +19,22 @@ from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError
 from laconic.cost.codec import Codec
 from laconic.cost.link import parse
+from laconic.cost.measured import Probe
 from laconic.cost.network import Network
-from laconic.cost.step_time import Compute, StepTime
+from laconic.cost.step_time import Compute, StepTime, step_time
 from laconic.cost.step_timer import SKIPPED, StepTimer, without_communication
 from laconic.ranks.agreement import gather_texts
+from laconic.ranks.presence import UnevenError
 from laconic.reducers.base import Reducer
 from laconic.reducers.momentum import Momentum
 from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine
 from laconic.run.run import Run, engine_of
 from laconic.strategies.parsing import strategy as read
-from laconic.strategies.strategy import Advised
+from laconic.strategies.strategy import Advised, Strategy
 
 PLAIN = "ddp()"  # what is trained until the choice
+DISBELIEF = 10.0  # a probe by which a step of ddp() would take so many times as long as it took, or as short, is not believed
 
 
 class AutoPilot:
@@ -49,14 +52,14 @@ class AutoPilot:
         self._timer: StepTimer | None = None
         self._last = 0  # the step after which the timer ticked
         self._waited: float | None = None  # until then, in seconds; None: not known on this device
-        self._over: Advised | None = None  # by which nothing can be chosen
+        self._over: Strategy | None = None  # by which nothing can be chosen
 
     def begin(self, run: Run) -> None:
         """The run is attached, and its first step is to come."""
         self._run = run
         engine = engine_of(run)
         if engine.replicas.world == 1:
-            self._over = engine.strategy.advised
+            self._over = engine.strategy
             _say(engine, f"{run.strategy} has one replica here, and nobody to communicate with: it trains as {PLAIN}")
             return
         self._watch(engine)
@@ -66,9 +69,8 @@ class AutoPilot:
         assert self._run is not None, "it has begun"
         engine = engine_of(self._run)
         advised = engine.strategy.advised
-        if advised is None or advised == self._over:
+        if advised is None or engine.strategy is self._over or engine.replicas.world == 1:
             self._rest()
-            self._over = None if advised is None else self._over
             return
         if self._timer is None or engine.step != self._last + 1:  # it has come back to auto(), or a state was loaded
             self._rest()
@@ -112,6 +114,7 @@ class AutoPilot:
         assert self._run is not None, "it has begun"
         self._rest()
         by, problem = str(engine.strategy), ""
+        _say(engine, f"{by} has timed {timer.timed} steps; it probes the network for {advised.seconds:g} s, and times encoding")
         with engine.during("choosing a strategy"):
             found = self._found(engine, advised, timer)
             rows = complete(gather_texts(json.dumps(found), engine.device), engine.group, engine.counter.control)
@@ -127,30 +130,56 @@ class AutoPilot:
                 engine.advice = advice
                 _say(engine, f"{by} goes on by {advice.choice.strategy} after step {engine.step}. {advice.reason}")
                 return
-        self._over = advised
+        self._over = engine.strategy
         if engine.group.rank == 0:
             why = problem or "; ".join(bad)
             warnings.warn(f"{by} has chosen nothing, and the run goes on as {PLAIN}: {why}", stacklevel=2)
 
     def _found(self, engine: Engine, advised: Advised, timer: StepTimer) -> dict[str, Any]:
         """What this rank tells the others: the first one its advice, and any one what went wrong."""
-        known = self._waited is not None
-        slowest = _slowest(engine, timer.compute())
+        slowest, probe = _slowest(engine, timer.compute()), _probed(engine, advised)
         try:
-            with torch.random.fork_rng(devices=[]):  # codecs are timed on random numbers, and the user's are not for that
-                network = _network(engine, advised)
-                # Every rank works out the same at the same time: they share cores in training, too.
-                families = _families(engine, network, Risk.read(advised.risk))
             if slowest is None:
                 raise ValueError("no step was timed on any rank")
-            plain = next(one for family in families for one in family if one.strategy == PLAIN)
-            compute = without_communication(slowest, plain.steps, network, waits_known=known)
-            advice = advise(families, compute, network, share=advised.share, risk=Risk.read(advised.risk))
-        except CommunicationError:
-            raise  # nobody can be told
+            network = _network(probe, advised)
+            with torch.random.fork_rng(devices=[]):  # codecs are timed on random numbers; the user's stay
+                # Every rank works out the same at the same time: they share cores in training, too.
+                families = _families(engine, network, Risk.read(advised.risk))
+            waited = timer.waited if self._waited is not None else None
+            advice = choose(slowest, waited, families, network, advised)
         except Exception as error:  # whatever it is, no rank may wait for this one
             return {"problem": f"{type(error).__name__}: {error}"}
         return told(advice) if engine.group.rank == 0 else {}
+
+
+def choose(
+    timed: Compute, waited: float | None, families: Sequence[Sequence[Candidate]], network: Network, advised: Advised
+) -> Advice:
+    """The advice on a step of ddp() that took `timed`, without the seconds that training `waited`; None: not known.
+
+    A probe that says something else of that step than what was seen is not believed: machines are busy now and then.
+    """
+    plain = next(one for family in families for one in family if one.strategy == PLAIN)
+    compute = without_communication(timed, plain.steps, network, waits_known=waited is not None)
+    if waited is not None and advised.link is None:
+        took, says = timed.seconds + waited, step_time(plain.steps, compute, network).seconds
+        if not took / DISBELIEF <= says <= took * DISBELIEF:
+            raise ValueError(
+                f"by the probe, a step of {PLAIN} takes {says:.3g} s, and it took {took:.3g} s: the machine may have been "
+                f"busy; probe for longer, with auto(seconds={2 * advised.seconds:g})"
+            )
+    return advise(families, compute, network, share=advised.share, risk=Risk.read(advised.risk))
+
+
+def _probed(engine: Engine, advised: Advised) -> Probe:
+    """The network between the replicas; all ranks together. What goes wrong on one rank ends all: they can't vote on it."""
+    group = engine.replicas
+    try:
+        return measure(group, training_device(group.process_group), seconds=advised.seconds)
+    except (CommunicationError, UnevenError):
+        raise
+    except Exception as error:
+        raise CommunicationError(f"the probe failed here: {type(error).__name__}: {error}") from error
 
 
 def _slowest(engine: Engine, compute: Compute | None) -> Compute | None:
@@ -167,15 +196,13 @@ def _slowest(engine: Engine, compute: Compute | None) -> Compute | None:
     return replace(max(known, key=lambda one: one.seconds), jitter=jitter)
 
 
-def _network(engine: Engine, advised: Advised) -> Network:
-    """The network between the replicas; all ranks together."""
-    group = engine.replicas
-    probe = measure(group, training_device(group.process_group), seconds=advised.seconds)
+def _network(probe: Probe, advised: Advised) -> Network:
+    """What was probed, or the user's link between these hosts."""
     if advised.link is None:
         return probe.network()
     network = probe.network(parse(advised.link))
     # A link between the ranks of one host: the user asks as if each had a host of its own.
-    return replace(network, per_node=1) if network.per_node >= group.world else network
+    return replace(network, per_node=1) if network.per_node >= probe.world else network
 
 
 def _families(engine: Engine, network: Network, risk: Risk) -> list[list[Candidate]]:

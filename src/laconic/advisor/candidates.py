@@ -1,6 +1,6 @@
 """Candidates for a model: exchanges to the byte, on meta tensors, and the seconds of their work by a codec."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -59,6 +59,10 @@ def candidates(
     alone = [family[0][0] for family in plans if len(family) == 1]
     for text in extra:
         chosen = read(text)
+        if chosen.advised is not None:
+            raise ValueError(
+                f"{text} leaves the choice to the advisor, who is being asked; give the strategies that it may take"
+            )
         if chosen not in alone:
             plans.append([(chosen, text, risk_of(chosen), "no benchmark of laconic's is known to the advisor")])
 
@@ -102,6 +106,8 @@ def meta_model(parameters: Mapping[str, Sequence[int]], dtype: torch.dtype = tor
         raise ValueError("a model needs parameters, and there are none")
     root = nn.Module()
     for path, shape in parameters.items():
+        if not path or any(not part or hasattr(nn.Module(), part) for part in path.split(".")) or _inside(path, parameters):
+            raise ValueError(f"no model has a parameter of the name {path!r} beside the others")
         *parents, name = path.split(".")
         place = root
         for parent in parents:
@@ -112,8 +118,16 @@ def meta_model(parameters: Mapping[str, Sequence[int]], dtype: torch.dtype = tor
     return root
 
 
+def _inside(path: str, names: Collection[str]) -> bool:
+    """Whether another parameter has the name of a module that this one is in."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
+
+
 class PassesCodec(WorkModel):
     """Seconds of work as passes over memory, by the table: for a device that is not this machine."""
+
+    counts_copies = False
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes

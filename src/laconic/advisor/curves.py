@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from laconic.advisor.advice import Row
+from laconic.cost.around import Flow
 from laconic.cost.link import Link
 from laconic.cost.network import Network
 from laconic.cost.step_time import Compute, Exchange, Round, Step, step_time
@@ -16,14 +16,6 @@ WORKERS = tuple(2**power for power in range(1, 11))
 CYCLES = 2  # of the simulation: a curve needs no more digits than a line is thick
 
 Curve = list[tuple[float, float]]
-
-
-class Resized(NamedTuple):
-    """A round of another number of workers."""
-
-    kind: str
-    wire_bytes: float
-    world: int
 
 
 @dataclass(frozen=True)
@@ -53,9 +45,9 @@ def with_world(steps: Sequence[Step], old: int, new: int) -> list[Step]:
 
     Bytes go by (N - 1) / N; what is gathered in small messages, such as a heartbeat, by N - 1.
 
-    >>> step = Step(after=[Exchange([Resized("AllReduce", 100.0, 2)], [0.0, 0.0], 50)])
+    >>> step = Step(after=[Exchange([Flow("AllReduce", 100.0, 2)], [0.0, 0.0], 50)])
     >>> with_world([step], 2, 4)[0].after[0].rounds[0]
-    Resized(kind='AllReduce', wire_bytes=150.0, world=4)
+    Flow(kind='AllReduce', wire_bytes=150.0, world=4)
     """
     if old == new:
         return list(steps)
@@ -82,7 +74,7 @@ def _resized(round_: Round, old: int, new: int, numbers: int) -> Round:
     if round_.world != old:
         return round_
     before, after = ((old - 1) / old, (new - 1) / new) if numbers else (old - 1, new - 1)
-    return Resized(round_.kind, round_.wire_bytes * after / before, new)
+    return Flow(round_.kind, round_.wire_bytes * after / before, new)
 
 
 def _share(steps: Sequence[Step], compute: Compute, network: Network) -> float:

@@ -13,7 +13,7 @@ from laconic.advisor.catalogue import MEAN, OptimizerKind, Plan, families
 from laconic.advisor.risk import Risk
 from laconic.advisor.shapes import NUMBER_BYTES, Named, Shape
 from laconic.advisor.traffic_table import METHODS, Method
-from laconic.cost.around import DELTA_PASSES, GRADIENT_PASSES, MEAN_PASSES, Flow, heartbeat
+from laconic.cost.around import DELTA_PASSES, MEAN_PASSES, Flow, heartbeat
 from laconic.cost.step_time import Exchange, Step
 
 # Bytes a second that encoding and decoding move on a device that nobody has measured: half of what the data sheet of an A100
@@ -70,7 +70,7 @@ class _Model:
         for place in range(plan.cycle):
             in_backward = gradients if place % plan.every == 0 else []
             sent = between[place % plan.period]
-            work = self._work(GRADIENT_PASSES, in_backward) + self._work(around, sent)
+            work = self._work(around, sent)  # what DDP copies of gradients is part of the step that the user gives
             steps.append(Step(in_backward, [] if plan.delay else sent, sent if plan.delay else [], plan.delay, work))
         return Candidate(plan.text, plan.risk, steps, self._memory(plan), plan.words)
 

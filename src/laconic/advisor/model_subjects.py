@@ -79,18 +79,19 @@ def _train(task: Trainable, model: nn.Module, optimizer: Optimizer, batch: Any) 
 def of_measured(
     path: Path,
     workers: Workers,
-    optimizer: OptimizerKind,
+    optimizer: OptimizerKind | None,
     memory_bytes_per_second: float | None,
     extra: Sequence[str],
     progress: Callable[[str], None],
 ) -> Subject:
-    """What `laconic run --advise` wrote of a script."""
+    """What `laconic run --advise` wrote of a script; `optimizer` None: the script's own."""
     data = _read(path)
     forward, backward, step = data["compute"]
     compute = Compute(forward, backward, step)
     model = meta_model(data["parameters"], getattr(torch, data["dtype"]))
     said = [f"The compute is that of the script, timed in one process: {_parts(compute)}."]
-    return _of_model("the script", model, compute, workers, optimizer, memory_bytes_per_second, extra, progress, said)
+    kind: OptimizerKind = optimizer or ("sgd" if data.get("optimizer") == "sgd" else "adam")
+    return _of_model("the script", model, compute, workers, kind, memory_bytes_per_second, extra, progress, said)
 
 
 def of_config(
@@ -178,6 +179,7 @@ def _of_model(
         compute,
         float(sum(parameter.nbytes for parameter in trained)),
         optimizer,
+        frozen_bytes=float(sum(one.nbytes for one in model.parameters() if not one.requires_grad)),
         measured_here=memory_bytes_per_second is None,
         assumptions=[*said, how],
     )

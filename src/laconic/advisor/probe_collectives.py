@@ -62,10 +62,11 @@ def most_bytes(ranks: int, sizes: Sequence[int], in_flight: int) -> int:
 
 
 def times(
-    session: Session, group: TorchGroup, sizes: Sequence[int], in_flight: int, until: float
+    session: Session, group: TorchGroup, sizes: Sequence[int], in_flight: int, until: float, known: Sequence[Sample] = ()
 ) -> tuple[list[Sample], list[LeftOut]]:
-    """Each kind at each size, until so many seconds of the probe have passed; the two smallest sizes in any case.
+    """Each kind at each size, until so many seconds of the probe have passed; one at a time, the two smallest in any case.
 
+    Several at once are expected to take as long as one after the other, as `known`; a size that is not known is left out.
     `group` may be one of several that are disjoint and do the same at the same time, such as those of the nodes.
     """
     samples: list[Sample] = []
@@ -79,8 +80,13 @@ def times(
             left = max(0.0, kind_until - session.now)
             batch = [make(kind, size, group.world, session.device) for _ in range(in_flight)]
             wire = batch[0].traffic(group.world).wire_bytes
-            if number >= ALWAYS and not fits(expected, left):
+            if in_flight > 1:
+                same = (kind.__name__, group.world, 1, wire)
+                alone = [each.seconds for each in known if (each.kind, each.ranks, each.in_flight, each.wire_bytes) == same]
+                expected = in_flight * min(alone, default=math.inf)
+            if (in_flight > 1 or number >= ALWAYS) and not fits(expected, left):
                 words = f"{FEWEST + 1} times up to {expected:.2g} s is more than the {left:.2g} s left for it"
+                words = words if expected < math.inf else "one at a time was left out, so it is not known how long several take"
                 left_out.append(LeftOut(kind.__name__, group.world, in_flight, wire, words))
                 continue
             found = _timed(session, group, batch, size * in_flight, left)

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,18 +14,18 @@ from laconic.advisor.probe_session import Session
 from laconic.cost.step_timer import now
 
 FIRST_PINGS, PINGS = 3, 20
-SMALLEST_BLOCK, LARGEST_BLOCK = 1 << 12, 1 << 20
+SMALLEST_BLOCK, LARGEST_BLOCK, GROWTH = 1 << 12, 1 << 20, 4
 BLOCKS = 4  # a transfer is so many; before those that count there is one more
 TRANSFERS = 5
 
 
 @dataclass(frozen=True)
 class Path:
-    """What one rank saw of its pairs: the best of each."""
+    """What one rank saw of its pairs: the best of each; None: there was no time for transfers that say something."""
 
-    sends: float  # bytes a second
-    receives: float
-    spread: float  # of the transfers that it received
+    sends: float | None  # bytes a second
+    receives: float | None
+    spread: float | None  # of the transfers that it received
     round_trip: float
     busy: float
 
@@ -57,50 +57,72 @@ def rounds_of(nodes: Sequence[int]) -> list[dict[int, int]]:
     return found
 
 
-def paths(session: Session, seconds_per_byte: float, until: float) -> list[Path]:
+def paths(session: Session, until: float) -> list[Path]:
     """By rank; within what is left until then, of the probe's seconds."""
     rounds = rounds_of(session.nodes)
-    session.meet()
-    left = max(0.0, until - session.now) / len(rounds)
-    block = block_bytes(seconds_per_byte, left)
     sends: list[list[float]] = [[] for _ in session.places]
-    received: list[list[Path]] = [[] for _ in session.places]
-    for pairs in rounds:
+    received: list[list[_Received]] = [[] for _ in session.places]
+    trips: list[list[float]] = [[] for _ in session.places]
+    session.meet()
+    for place, pairs in enumerate(rounds):
+        end = session.now + max(0.0, until - session.now) / (len(rounds) - place)
         partner = pairs.get(session.group.rank)
         trip = _round_trip(session, partner, FIRST_PINGS)
         slowest = max(row[0] for row in session.meet(trip) if row[0] < math.inf)
+        left = max(0.0, end - session.now)
         trip = min(trip, _round_trip(session, partner, max(1, min(PINGS, int(left / 4 / slowest)))))
-        session.meet()  # all begin together
-        found = session.meet(trip, *_received(session, partner, block))
-        busy = session.busy([row[3] for row in found])
-        for rank, other in pairs.items():
-            trip, rate, spread, _ = found[rank]
-            received[rank].append(Path(0.0, rate, spread, trip, busy))
-            sends[other].append(rate)
+        rows = session.meet(trip)
+        for rank in pairs:
+            trips[rank].append(rows[rank][0])
+        for rank, found in _growing(session, pairs, end).items():
+            received[rank].append(found)
+            sends[pairs[rank]].append(found.rate)
     return [
         Path(
-            max(sends[rank]),
-            max(path.receives for path in received[rank]),
-            min(path.spread for path in received[rank]),
-            min(path.round_trip for path in received[rank]),
-            max(path.busy for path in received[rank]),
+            max(sends[rank], default=None),
+            max((found.rate for found in received[rank]), default=None),
+            min((found.spread for found in received[rank]), default=None),
+            min(trips[rank]),
+            max((found.busy for found in received[rank]), default=0.0),
         )
         for rank in range(session.group.world)
     ]
 
 
-def block_bytes(seconds_per_byte: float, seconds: float) -> int:
-    """Of a block, so that all transfers of a round take about half of so many seconds."""
-    fitting = seconds / 2 / (seconds_per_byte * BLOCKS * (1 + TRANSFERS)) if seconds_per_byte else LARGEST_BLOCK
-    size = SMALLEST_BLOCK
-    while size * 2 <= min(fitting, LARGEST_BLOCK):
-        size *= 2
-    return size
+@dataclass(frozen=True)
+class _Received:
+    """What a rank received from its partner in the largest blocks that there was time for."""
+
+    rate: float
+    spread: float
+    busy: float
+
+
+def _growing(session: Session, pairs: Mapping[int, int], end: float) -> dict[int, _Received]:
+    """By rank. Blocks grow, for each pair as long as there is time for larger ones: a slow pair makes no other pair's small."""
+    going, found = set(pairs), dict[int, _Received]()
+    block = SMALLEST_BLOCK
+    while going:
+        session.meet()  # all begin together
+        active = session.group.rank in going
+        mine = _received(session, pairs[session.group.rank], block) if active else (0.0, 0.0, 0.0, 0.0)
+        rows = session.meet(*mine)
+        busy = session.busy([row[2] for row in rows])
+        if block > SMALLEST_BLOCK:  # the smallest are latency, and tell only how large the next may be
+            found.update({rank: _Received(rows[rank][0], rows[rank][1], busy) for rank in going})
+        block *= GROWTH
+        left = end - session.now
+        larger = block <= LARGEST_BLOCK
+        going = {rank for rank in going if larger and GROWTH * max(rows[rank][3], rows[pairs[rank]][3]) <= left}
+    return found
 
 
 def most_bytes(nodes: Sequence[int]) -> int:
     """That one rank sends at most."""
-    return len(rounds_of(nodes)) * (1 + TRANSFERS) * BLOCKS * LARGEST_BLOCK
+    total, block = 0, SMALLEST_BLOCK
+    while block <= LARGEST_BLOCK:
+        total, block = total + block, block * GROWTH
+    return len(rounds_of(nodes)) * (1 + TRANSFERS) * BLOCKS * total
 
 
 def _round_trip(session: Session, partner: int | None, times: int) -> float:
@@ -123,25 +145,25 @@ def _round_trip(session: Session, partner: int | None, times: int) -> float:
     return best
 
 
-def _received(session: Session, partner: int | None, block: int) -> tuple[float, float, float]:
-    """Bytes a second that came from the partner, while as much went there; the spread of several transfers; and the share of a
-    core that they took.
+def _received(session: Session, partner: int, block: int) -> tuple[float, float, float, float]:
+    """Bytes a second that came from the partner, while as much went there; the spread of several transfers; the share of a core
+    that they took; and about how many seconds.
 
-    Of a rank that has a cable for itself, it is the median, without the first transfer, which empties a token bucket. Of those
-    that share a cable each gets now more and now less of it, and only all that passed since they began together says what it
-    carries.
+    Of a rank that has a cable for itself, the rate is that of all but the first transfer, which empties a token bucket. Of
+    those that share a cable each gets now more and now less of it, and only all that passed since they began together says
+    what it carries.
     """
-    if partner is None:
-        return 0.0, 0.0, 0.0
-    worked, began = time.process_time(), now()
+    worked = time.process_time()
     with session.explained(f"a transfer to and from {session.group.names[partner]}"):
         took = _transfers(session, partner, block // 4)
-    busy = (time.process_time() - worked) / (now() - began)
+    busy = (time.process_time() - worked) / sum(took)
     nodes = session.nodes
-    shared = nodes.count(nodes[partner]) > 1 or nodes.count(nodes[session.group.rank]) > 1
-    usual = statistics.mean(took) if shared and len(set(nodes)) > 1 else statistics.median(took[1:])
-    low, _, high = statistics.quantiles(took[1:], n=4, method="inclusive")  # the range would be that of one that was held up
-    return BLOCKS * block / usual, (high - low) / usual, busy
+    shared = len(set(nodes)) > 1 and max(nodes.count(nodes[rank]) for rank in (partner, session.group.rank)) > 1
+    usual = statistics.fmean(took if shared else took[1:])
+    low, middle, high = statistics.quantiles(
+        took[1:], n=4, method="inclusive"
+    )  # the range would be that of one that was held up
+    return BLOCKS * block / usual, (high - low) / usual, busy, (1 + TRANSFERS) * middle
 
 
 def _transfers(session: Session, partner: int, numbers: int) -> list[float]:

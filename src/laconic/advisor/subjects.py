@@ -23,15 +23,16 @@ class Subject:
     words: str
     families: list[list[Candidate]] = field(repr=False)
     compute: Compute
-    weight_bytes: float
+    weight_bytes: float  # of what is trained
     optimizer: OptimizerKind
     measured_here: bool  # hosts are then taken to be like this one, else to keep up with the link
     assumptions: list[str]
+    frozen_bytes: float = 0.0
 
     @property
     def training_bytes(self) -> float:
         """Weights, gradients and the optimizer's memory; activations are not known."""
-        return self.weight_bytes * (4 if self.optimizer == "adam" else 3)
+        return self.weight_bytes * (4 if self.optimizer == "adam" else 3) + self.frozen_bytes
 
 
 def of_numbers(

@@ -29,7 +29,7 @@ class Source:
     config: str | None
     params: str | None
     step_ms: float | None
-    optimizer: Literal["adam", "sgd"]
+    optimizer: Literal["adam", "sgd"] | None  # None: the task's or the script's own, else adam
     memory_gb_per_second: float | None
     strategies: list[str]
 
@@ -56,7 +56,9 @@ def advise(
         str | None, typer.Option(help="shapes of a model type of transformers, such as gpt2, or a config.json; with --step-ms")
     ] = None,
     measured: Annotated[Path | None, typer.Option(help="what laconic run --advise has timed of a script")] = None,
-    optimizer: Annotated[str, typer.Option(help="adam or sgd; of a task, it is the task's own")] = "adam",
+    optimizer: Annotated[
+        str | None, typer.Option(help="adam or sgd  [default: the task's or the script's own, else adam]")
+    ] = None,
     strategy: Annotated[
         list[str] | None, typer.Option("-s", "--strategy", help="one more strategy for the table; give it several times")
     ] = None,
@@ -177,14 +179,15 @@ def _subject(source: Source, workers: "Workers", progress: Callable[[str], None]
         seconds = source.step_ms / 1e3
         if source.params is not None:
             count = shapes.count(source.params)
-            return subjects.of_numbers(count, seconds, workers, source.optimizer, memory, source.strategies)
+            return subjects.of_numbers(count, seconds, workers, source.optimizer or "adam", memory, source.strategies)
     elif source.step_ms is not None:
         raise ValueError(f"--step-ms is for --params and --config; with {given[0]}, steps are timed")
     from laconic.advisor import model_subjects
 
     sys.path.append(str(Path.cwd()))  # strategies and tasks may name what lies here
     if source.config is not None:
-        return model_subjects.of_config(source.config, seconds, workers, source.optimizer, memory, source.strategies, progress)
+        kind = source.optimizer or "adam"
+        return model_subjects.of_config(source.config, seconds, workers, kind, memory, source.strategies, progress)
     if source.measured is not None:
         return model_subjects.of_measured(source.measured, workers, source.optimizer, memory, source.strategies, progress)
     assert source.task is not None
@@ -203,7 +206,7 @@ def _of_script(
     from laconic.script.launch import measure
 
     typer.echo(
-        f"{script} has no functions of a task: it is run as a script, in one process, until some steps are timed", err=True
+        f"{script} lacks functions of a task: it is run as a script, in one process, until some steps are timed", err=True
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "measured.json")
@@ -217,7 +220,7 @@ def _of_script(
 
 
 def _is_script(task: str) -> bool:
-    """A Python file that has none of a task's functions. It is read, not run: running it would train."""
+    """A Python file that lacks some of a task's functions. It is read, not run: running it would train."""
     import ast
 
     path = Path(task)
@@ -227,7 +230,7 @@ def _is_script(task: str) -> bool:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError):
         return False  # loading it says what is wrong
-    return not TASK_FUNCTIONS & _names(tree.body)
+    return not _names(tree.body) >= TASK_FUNCTIONS
 
 
 def _names(body: Sequence[object]) -> set[str]:
@@ -243,11 +246,10 @@ def _names(body: Sequence[object]) -> set[str]:
     return found
 
 
-def _kind(text: str) -> Literal["adam", "sgd"]:
-    if text == "adam":
-        return "adam"
-    if text == "sgd":
-        return "sgd"
+def _kind(text: str | None) -> Literal["adam", "sgd"] | None:
+    match text:
+        case None | "adam" | "sgd":
+            return text
     raise ValueError(f"--optimizer is adam (and AdamW) or sgd, by which local strategies are chosen; got {text!r}")
 
 

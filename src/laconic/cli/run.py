@@ -1,6 +1,5 @@
 """`laconic run`."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -108,9 +107,8 @@ def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[s
                     "its compute is not known; give it more steps, or use laconic advise --step-ms"
                 )
             if code == 0:
-                kind = ["--optimizer", json.loads(file.read_text())["optimizer"]]  # one that is given comes later, and counts
                 try:
-                    _command().main(["advise", "--measured", str(file), *kind, *options], prog_name="laconic")
+                    _command().main(["advise", "--measured", str(file), *options], prog_name="laconic")
                 except SystemExit as end:
                     code = int(end.code or 0)
     except (ValueError, TypeError) as error:

@@ -1,10 +1,10 @@
 """What encoding and decoding takes on this machine: each kind of exchange, timed once on real tensors without a network."""
 
-import math
 import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -26,19 +26,25 @@ COLD = 1 << 22  # numbers that are written before each repeat: a step of trainin
 
 
 class WorkModel(ABC):
-    """Adds the seconds of work to a timeline."""
+    """Adds the seconds of work to a timeline.
+
+    `counts_copies`: of gradients, into DDP's buckets and back. They are part of a step that was timed under DDP.
+    """
+
+    counts_copies: ClassVar[bool] = True
 
     def steps(self, strategy: Strategy, found: Sequence[StepTraffic]) -> list[Step]:
         """A timeline with the work of each exchange in it, and with the heartbeat that goes before each sync."""
         deltas = strategy.averaging.deltas if strategy.averaging else None
         between, passes = (deltas.reducer, DELTA_PASSES) if deltas is not None else (None, MEAN_PASSES)
+        copies = GRADIENT_PASSES if self.counts_copies else 0.0
         return [
             Step(
                 self._exchanges(strategy.reducer, one.in_backward),
                 [*_heartbeat(one.after), *self._exchanges(between, one.after)],
                 [*_heartbeat(one.outstanding), *self._exchanges(between, one.outstanding)],
                 one.delay,
-                self._around(one.in_backward, GRADIENT_PASSES) + self._around([*one.after, *one.outstanding], passes),
+                self._around(one.in_backward, copies) + self._around([*one.after, *one.outstanding], passes),
             )
             for one in found
         ]
@@ -70,11 +76,13 @@ class Codec(WorkModel):
         if not sent.rounds:
             return [0.0]
         world, like = sent.rounds[0].world, _part(sent.like)
-        scale = sent.numbers / sum(shape.numel() for shape in like) * self._crowding
+        scale = sent.numbers / max(1, sum(shape.numel() for shape in like)) * self._crowding
         key = (reducer, like, world)
         if key not in self._known:
             self._known[key] = _timed(reducer, like, world)
-        return [seconds * scale for seconds in self._known[key]]
+        found = [seconds * scale for seconds in self._known[key]]
+        # What is cut may be too small for a reducer's matrices, and then has fewer rounds.
+        return found if len(found) == len(sent.rounds) + 1 else [sum(found) / (len(sent.rounds) + 1)] * (len(sent.rounds) + 1)
 
     def around(self, passes: float, numbers: int, tensors: int) -> float:
         if self._units is None:
@@ -90,18 +98,11 @@ def _heartbeat(sent: Sequence[Sent]) -> list[Exchange]:
 
 
 def _part(like: Sequence[torch.Size]) -> tuple[torch.Size, ...]:
-    """The first tensors of a bucket, up to `LARGEST` numbers; of a first one that is larger, so many of its rows."""
-    found: list[torch.Size] = []
-    left = LARGEST
-    for shape in like:
-        if shape.numel() > left and not found:
-            columns = math.prod(shape[1:])
-            return (torch.Size([max(1, LARGEST // columns), *shape[1:]]),)
-        if shape.numel() > left:
-            break
-        found.append(shape)
-        left -= shape.numel()
-    return tuple(found)
+    """A bucket of up to `LARGEST` numbers or so: of a larger one, the same share of the rows of each tensor."""
+    share = LARGEST / max(1, sum(shape.numel() for shape in like))
+    if share >= 1:
+        return tuple(like)
+    return tuple(torch.Size([max(1, int(shape[0] * share)), *shape[1:]]) if shape.numel() > 1 else shape for shape in like)
 
 
 def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) -> list[float]:

@@ -31,7 +31,7 @@ def link_of(samples: Sequence[Sample], workers: Sequence[Worker], busy: float) -
     if len(nodes) < 2:
         return None, ONE_HOST
     if len(known) < len(workers):
-        return None, "no link was found: no transfers between hosts were measured"
+        return None, "no link was found: there was no time for transfers between hosts; give more --seconds"
     cables = [HEADERS * _together([worker for worker in known if worker.node == node]) for node in nodes]
     slow = slow_ranks(workers)
     rate = min(cables) if slow else statistics.median(cables)

@@ -104,15 +104,13 @@ def step_time(steps: Sequence[Step], compute: Compute, network: Network, *, cycl
     1.0
     """
     thread = _Thread(network)
-    before = (0.0, 0.0, 0.0)
+    worked = waited = 0.0
     for cycle in range(cycles):
         if cycle == cycles - 1:
-            before = (thread.now, thread.worked, thread.waited)
+            worked, waited = thread.worked, thread.waited
         for step in steps:
             thread.step(step, compute)
-    count = len(steps)
-    now, worked, waited = (after - then for after, then in zip((thread.now, thread.worked, thread.waited), before, strict=True))
-    return StepTime((now - worked - waited) / count, worked / count, waited / count)
+    return StepTime(compute.seconds, (thread.worked - worked) / len(steps), (thread.waited - waited) / len(steps))
 
 
 @cache

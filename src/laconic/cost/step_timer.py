@@ -34,6 +34,7 @@ class StepTimer:
         self._began: float | None = None  # the step that is running; None: nothing is timed yet
         self.ticks = 0
         self._rows: list[Compute] = []
+        self._waits: list[float] = []
 
     def tick(self, waited: float = 0.0) -> None:
         """A step is complete; for so many seconds of its backward, training stood still for other ranks."""
@@ -41,6 +42,7 @@ class StepTimer:
         self.ticks += 1
         if began is not None and self.ticks > SKIPPED:
             self._rows.append(_less(self._marks.row(began, ended), waited))
+            self._waits.append(waited)
         self._began = ended
 
     def stop(self) -> None:
@@ -52,6 +54,11 @@ class StepTimer:
     def timed(self) -> int:
         """Steps that are timed so far."""
         return len(self._rows)
+
+    @property
+    def waited(self) -> float:
+        """Seconds of a timed step in which training stood still: the median."""
+        return statistics.median(self._waits) if self._waits else 0.0
 
     def compute(self) -> Compute | None:
         """The means, and the standard deviation of a step; None: no step was timed.

@@ -1,5 +1,6 @@
 """A strategy at work: what happens between the lines of the user's loop."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ class Engine:
         self.pilot: Observer | None = None  # who chooses the strategy, where that is left to an advisor; told last, may swap
         self.advised_by = given.strategy if given.strategy.advised is not None else None
         self.advice: Advice | None = None
+        self.paused_seconds = 0.0  # in which the pilot probed and chose: no part of any step
         self.live, self.in_consensus = True, False
         self.unequal = False  # it has ended, or is to end, with replicas that differ, and that is the user's wish
         self._failure: str | None = None
@@ -157,7 +159,9 @@ class Engine:
             observer.stepped()
         self.inspector.syncs.clear()
         if self.pilot is not None:
+            began = time.perf_counter()
             self.pilot.stepped()
+            self.paused_seconds += time.perf_counter() - began
 
     def _before_forward(self) -> None:
         if self.ddp is None:
