@@ -13,7 +13,7 @@ from laconic.report.comparison_records import Results
 from laconic.report.live_comparison import Board
 from laconic.report.summary import rows
 
-TASK, WORKERS, STEPS, SEEDS, WARM = "bytes-gpt:500k", 4, 240, 3, 400
+TASK, WORKERS, STEPS, SEEDS, WARM = "bytes-gpt:500k", 4, 160, 3, 400
 # auto(), auto() with all that may be chosen, and what turned out to be the fastest fixed choices of both classes.
 STRATEGIES = {
     "none": ["ddp()", "auto()", "auto(risk='local')", "int8()", "local_adam(period=4, refresh=64, warmup=0)"],

@@ -19,6 +19,7 @@ WORDS = {
     "compat": "torch's names",
     "integrations": "Lightning, Accelerate, Transformers",
     "advisor": "which strategy, before a run",
+    "probing": "a network, measured",
     "checkpoint": "whole runs on disk",
     "cost": "how long a step takes",
     "meter": "counts while it runs",

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
     from laconic.advisor.attach import attach as attach
-    from laconic.advisor.probe import probe as probe
     from laconic.comm.bucket import Bucket as Bucket
     from laconic.comm.bucket import Slot as Slot
     from laconic.comm.collectives import AllGather as AllGather
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from laconic.forecast import Forecast as Forecast
     from laconic.forecast import predict as predict
     from laconic.meter import Meter as Meter
+    from laconic.probing.probe import probe as probe
     from laconic.ranks.agreement import PeerError as PeerError
     from laconic.ranks.presence import UnevenError as UnevenError
     from laconic.ranks.replicas import ReplicaError as ReplicaError
@@ -89,7 +89,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "advisor.attach": ["attach"],
-    "advisor.probe": ["probe"],
+    "probing.probe": ["probe"],
     "comm.bucket": ["Bucket", "Slot"],
     "comm.collectives": ["AllGather", "AllReduce", "AllToAll", "Collective", "Traffic"],
     "comm.dryrun": ["simulate"],

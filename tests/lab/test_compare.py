@@ -78,6 +78,7 @@ def test_a_comparison_and_its_record(tmp_path: Path) -> None:
     assert "not the same comparison" in other.stderr
 
 
+@pytest.mark.soak
 def test_equal_time_from_a_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_cache(tmp_path / "cache", monkeypatch)
     asked = ["compare", "digits", "-s", "bf16()", "--workers", "2", "--link", "none", "--seconds", "1", "--warm", "12"]

@@ -13,7 +13,6 @@ import torch
 from laconic._torch.process_groups import training_device
 from laconic.advisor.advice import Advice, Candidate, Row, advise
 from laconic.advisor.candidates import candidates
-from laconic.advisor.probe import measure
 from laconic.advisor.risk import Risk
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError
@@ -23,6 +22,7 @@ from laconic.cost.measured import Probe
 from laconic.cost.network import Network
 from laconic.cost.step_time import Compute, StepTime, step_time
 from laconic.cost.step_timer import SKIPPED, StepTimer, without_communication
+from laconic.probing.probe import measure
 from laconic.ranks.agreement import gather_texts
 from laconic.ranks.presence import UnevenError
 from laconic.reducers.base import Reducer

@@ -33,9 +33,9 @@ def probe(
     """
     from functools import partial
 
-    from laconic.advisor.probe import check
     from laconic.cost.link import parse
     from laconic.lab.rehearsal import rehearse
+    from laconic.probing.probe import check
     from laconic.script.probing import launch, per_host
 
     try:

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import laconic
 from laconic._torch.process_groups import default_group
-from laconic.advisor.probe import measure
 from laconic.comm.group import TorchGroup
 from laconic.lab.file_task import blame
 from laconic.lab.link import sent_bytes
 from laconic.lab.prediction import compute_of, step_ms
 from laconic.lab.trainee import Trainee, build, step, undone
+from laconic.probing.probe import measure
 
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
 PACED, MOST_PACED = 6, 512  # steps by which the pace of a run is judged: at first, and at most

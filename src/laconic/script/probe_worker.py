@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from laconic._torch.process_groups import default_group, training_device
-from laconic.advisor.probe import measure, promise
 from laconic.comm.group import CommunicationError, TorchGroup, is_lost
+from laconic.probing.probe import measure, promise
 from laconic.ranks.agreement import PeerError, agree
 from laconic.report import probe_page, probe_table
 from laconic.report.comparison_records import write_whole

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from laconic.advisor.probe_session import Session
 from laconic.cost.step_timer import now
+from laconic.probing.session import Session
 
 FIRST_PINGS, PINGS = 3, 20
 SMALLEST_BLOCK, LARGEST_BLOCK, GROWTH = 1 << 12, 1 << 20, 4

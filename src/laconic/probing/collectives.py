@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from laconic.advisor.probe_session import Session
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
 from laconic.comm.group import TorchGroup
 from laconic.cost.measured import LeftOut, Sample
 from laconic.cost.step_timer import now
+from laconic.probing.session import Session
 
 KINDS: tuple[type[Collective], ...] = (AllReduce, AllGather, AllToAll)
 SIZES = [1 << power for power in range(10, 27, 2)]  # 1 KB to 64 MB: of an all-gather its answer, of the others what goes in

@@ -4,10 +4,10 @@ import statistics
 
 import torch
 
-from laconic.advisor.probe_collectives import KINDS, make
-from laconic.advisor.probe_session import Session
-from laconic.advisor.probe_slow_down import computed, iteration_seconds, one_thread
 from laconic.cost.step_timer import now
+from laconic.probing.collectives import KINDS, make
+from laconic.probing.session import Session
+from laconic.probing.slow_down import computed, iteration_seconds, one_thread
 
 COMPUTE_SECONDS, ROUNDS = 5e-3, 2  # between two meetings: so long a computation, then so many rounds, one after the other
 SIZE = 1 << 10  # bytes that a rank hands in

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laconic
-from laconic.advisor.probe import check, promise
-from laconic.advisor.probe_collectives import FEWEST, MOST_BYTES, PRIMING_BYTES, SIZES, fits, most_priming, most_repeats
-from laconic.advisor.probe_paths import rounds_of
 from laconic.comm.group import CommunicationError
 from laconic.cost.found_link import ONE_HOST
 from laconic.cost.measured import Probe, parse
+from laconic.probing.collectives import FEWEST, MOST_BYTES, PRIMING_BYTES, SIZES, fits, most_priming, most_repeats
+from laconic.probing.paths import rounds_of
+from laconic.probing.probe import check, promise
 from tests.live import last_ranks, ranks
 
 

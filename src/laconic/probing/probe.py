@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 import laconic
 from laconic._torch.process_groups import backend_name, default_group, is_outside, named_group, training_device
-from laconic.advisor import probe_collectives, probe_paths, probe_rounds, probe_slow_down
-from laconic.advisor.probe_collectives import SIZES, SIZES_IN_FLIGHT
-from laconic.advisor.probe_paths import Path
-from laconic.advisor.probe_session import Session
 from laconic.comm.group import TorchGroup
 from laconic.cost.found_link import delay_of, link_of, most_on_a_node, slow_ranks
 from laconic.cost.measured import LeftOut, Probe, Sample, Worker, fitted
+from laconic.probing import collectives, paths, rounds, slow_down
+from laconic.probing.collectives import SIZES, SIZES_IN_FLIGHT
+from laconic.probing.paths import Path
+from laconic.probing.session import Session
 from laconic.ranks.agreement import agree
 
 IN_FLIGHT = 4
@@ -59,8 +59,8 @@ def measure(
     identity = agree([f"seconds {seconds:g}", f"device {device.type}"], None, group, device)
     session = Session(group, device, seconds, progress)
     samples, left_out, found = _measured(session, identity)
-    downs = probe_slow_down.slow_downs(session, samples, SLOW_DOWN_SIZES, SLOW_DOWN * session.seconds)
-    rounds = probe_rounds.round_seconds(session, ROUNDS * session.seconds) if seconds >= SHORTER else {}
+    downs = slow_down.slow_downs(session, samples, SLOW_DOWN_SIZES, SLOW_DOWN * session.seconds)
+    small = rounds.round_seconds(session, ROUNDS * session.seconds) if seconds >= SHORTER else {}
     sent = max(row[0] for row in session.meet(session.sent_bytes))
     session.finish()
     workers = [
@@ -87,7 +87,7 @@ def measure(
         slow=slow,
         slow_down=sum(downs.values()) / len(downs) if downs else 0.0,
         slow_downs=downs,
-        round_seconds=rounds,
+        round_seconds=small,
         versions={"laconic": laconic.__version__, "torch": torch.__version__},
     )
 
@@ -106,11 +106,11 @@ def promise(world: int, nodes: int, seconds: float) -> Promise:
     """What a probe of so many ranks on so many hosts takes at most."""
     check(world, seconds)
     within = world // nodes
-    sent = probe_collectives.most_bytes(world, SIZES, 1) + probe_collectives.most_bytes(world, SIZES_IN_FLIGHT, IN_FLIGHT)
+    sent = collectives.most_bytes(world, SIZES, 1) + collectives.most_bytes(world, SIZES_IN_FLIGHT, IN_FLIGHT)
     if 1 < within < world:
-        sent += probe_collectives.most_bytes(within, SIZES, 1)
-    sent += probe_paths.most_bytes(range(nodes)) + probe_slow_down.most_bytes(world, SLOW_DOWN_SIZES)
-    sent += probe_rounds.most_bytes(world)
+        sent += collectives.most_bytes(within, SIZES, 1)
+    sent += paths.most_bytes(range(nodes)) + slow_down.most_bytes(world, SLOW_DOWN_SIZES)
+    sent += rounds.most_bytes(world)
     return Promise(seconds, sent)
 
 
@@ -118,14 +118,14 @@ def _measured(session: Session, identity: str) -> tuple[list[Sample], list[LeftO
     """Collectives of all ranks and transfers of pairs; then, where they are, those of each node, and several at once."""
     group = session.group
     session.meet()
-    samples, left_out = probe_collectives.times(session, group, SIZES, 1, ALONE * session.seconds)
+    samples, left_out = collectives.times(session, group, SIZES, 1, ALONE * session.seconds)
     # The link is what most is asked of a probe, so it has its share, also where collectives took longer than theirs.
-    found = probe_paths.paths(session, max(PATHS * session.seconds, session.now + (PATHS - ALONE) * session.seconds))
+    found = paths.paths(session, max(PATHS * session.seconds, session.now + (PATHS - ALONE) * session.seconds))
     with _node_group(session, identity) as node:
         parts = [(node, SIZES, 1, WITHIN)] if node is not None else []
         parts += [(group, SIZES_IN_FLIGHT, IN_FLIGHT, TOGETHER)] if session.seconds >= SHORT else []
         for members, sizes, in_flight, share in parts:
-            more = probe_collectives.times(session, members, sizes, in_flight, share * session.seconds, samples)
+            more = collectives.times(session, members, sizes, in_flight, share * session.seconds, samples)
             samples += more[0]
             left_out += more[1]
     return samples, left_out, found

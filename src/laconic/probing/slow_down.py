@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-from laconic.advisor.probe_collectives import KINDS, make
-from laconic.advisor.probe_session import Session
 from laconic.comm.collectives import Collective
 from laconic.cost.measured import Sample
 from laconic.cost.step_timer import now
+from laconic.probing.collectives import KINDS, make
+from laconic.probing.session import Session
 
 SIDE = 128  # of the matrices: they stay in a core's cache, as those of a step do not; what is measured is the core
 LONGEST_SECONDS = 0.1  # of the collective
