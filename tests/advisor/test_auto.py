@@ -21,7 +21,7 @@ import laconic
 from laconic.advisor import auto
 from laconic.comm.group import CommunicationError
 from laconic.cost.step_timer import SKIPPED
-from laconic.ranks.agreement import PeerError
+from laconic.ranks.presence import UnevenError
 from laconic.run.attach import attach as attach_run
 from laconic.run.run import Run, engine_of
 from tests.islands import adam, loss, sharded, tokens
@@ -303,7 +303,7 @@ def failing_in_the_probe(rank: int) -> str:
     with (
         patch.object(auto, "measure", broken) if rank == 1 else nullcontext(),
         printed(),
-        pytest.raises((CommunicationError, PeerError)) as caught,
+        pytest.raises(CommunicationError if rank == 1 else UnevenError) as caught,
         laconic.attach(model, optimizer, SLOW),
     ):
         trained(model, optimizer, range(END))
@@ -313,7 +313,8 @@ def failing_in_the_probe(rank: int) -> str:
 def test_a_rank_that_fails_in_the_probe_ends_all_and_is_named() -> None:
     peer, own = last_ranks(2, failing_in_the_probe)
     assert "the probe failed here: MemoryError: no room" in own
-    assert "rank 1" in peer
+    assert "rank 1 failed in step 6 with CommunicationError" in peer
+    assert "the probe failed here: MemoryError: no room" in peer
 
 
 def refused(rank: int) -> None:
