@@ -92,6 +92,8 @@ def slow_ranks(workers: Sequence[Worker]) -> list[str]:
                 found.append(f"rank {worker.rank} ({worker.host}) {words}")
     if len({worker.node for worker in workers}) == 2:  # what one host sends the other one receives: either may be the slow one
         found = [text for text in found if " sends at " in text]
+    if found:  # round trips to a rank that sends slowly are long as well, and would name its partners
+        return found
     trips = {worker: worker.round_trip_seconds for worker in workers if worker.round_trip_seconds is not None}
     for worker, trip in trips.items():
         others = [each for other, each in trips.items() if other.node != worker.node]
