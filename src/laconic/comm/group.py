@@ -33,6 +33,10 @@ class Handle(Protocol):
         """For those who can't wait."""
         ...
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have this called when it is done or has failed, by whatever thread finds out."""
+        ...
+
     def settle(self, seconds: float) -> bool:
         """Wait for the end without caring for the answer; False: it is still outstanding."""
         ...
@@ -48,6 +52,10 @@ class Group(Protocol):
     @property
     def who(self) -> str:
         """What a person calls its ranks."""
+        ...
+
+    def check_peers(self) -> None:
+        """Called each time a wait has lasted `POLL_SECONDS`; it may raise to end the wait."""
         ...
 
     def launch(self, collective: Collective) -> Handle: ...
@@ -71,7 +79,7 @@ class TorchGroup:
         places: Mapping[int, str] | None = None,
     ) -> None:
         self.process_group = process_group
-        self.check_peers = check_peers
+        self._check_peers = check_peers
         self.places = places or {}
 
     @property
@@ -95,6 +103,9 @@ class TorchGroup:
     @property
     def world(self) -> int:
         return self.process_group.size()
+
+    def check_peers(self) -> None:
+        self._check_peers()
 
     def launch(self, collective: Collective) -> Handle:
         work, answer = collective.launch(self.process_group)
@@ -120,6 +131,9 @@ class _TorchHandle:
     def future(self) -> Future[Tensor]:
         answer = self.answer
         return self.work.get_future().then(lambda done: done.value()[0] if answer.is_sparse else answer)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self.work.get_future().add_done_callback(lambda _: call())
 
     def settle(self, seconds: float) -> bool:
         try:

@@ -17,7 +17,8 @@ from laconic.comm.flat_tensors import stored
 from laconic.comm.group import TorchGroup
 from laconic.comm.ledger import Ledger
 from laconic.compat._bucket_owner import Watch, watch
-from laconic.gradients.hook import GradientHook, new_future
+from laconic.gradients.handing_back import new_future
+from laconic.gradients.hook import GradientHook
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
 

@@ -17,7 +17,8 @@ from laconic._torch.ddp import comm_hooks, failed_in_buffers
 from laconic.comm.bucket import Slot
 from laconic.comm.group import TorchGroup, is_lost
 from laconic.comm.ledger import Ledger
-from laconic.gradients.hook import GradientHook, new_future
+from laconic.gradients.handing_back import new_future
+from laconic.gradients.hook import GradientHook
 from laconic.reducers.exact import Exact
 
 
@@ -48,6 +49,7 @@ class Dispatcher:
             names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
             memory: dict[str, Slot] = {name: {} for name in names.values()}
             dispatcher._plain = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, Ledger())
+            dispatcher._plain.hands_back = True
             ddp.register_comm_hook(None, dispatcher.dispatch)
             ddp.register_forward_pre_hook(dispatcher.before_forward)
             ddp.register_forward_hook(dispatcher.after_forward, always_call=True)

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from laconic._torch.tensors import at_end_of_backward, backward_id
 from laconic.comm import group as polling
 from laconic.comm.bucket import Bucket, Slot
 from laconic.comm.collectives import AllGather
@@ -17,6 +18,7 @@ from laconic.comm.group import CommunicationError, Group, TorchGroup
 from laconic.comm.inspection import Inspector
 from laconic.comm.ledger import Ledger
 from laconic.comm.pipeline import Pipeline
+from laconic.gradients.handing_back import HandedBack, new_future
 from laconic.reducers.base import Reducer
 
 # A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
@@ -78,6 +80,7 @@ class GradientHook:
         self.strategy = ""  # what a person calls it, in errors
         self.exchanges = 0  # of all gradients, so far
         self.inspector = Inspector()
+        self.hands_back = False  # whoever calls it waits for each bucket's future by itself, once all have been launched
         self.island: TorchGroup | None = None  # the ranks with the other shards of this replica: they keep memory alike
         self._names, self._memory, self._ledger = names, memory, ledger
         self._depth = depth
@@ -86,6 +89,8 @@ class GradientHook:
         self._pipeline = self._new_pipeline()
         self._arrived: list[_Arrived] = []
         self._last = -1  # the number of the bucket that came last
+        self._handed_back: HandedBack | None = None  # the buckets of this backward, if nothing is to be done when they arrive
+        self._handed = 0  # how many
 
     def use(self, reducer: Reducer, group: Group) -> None:
         """Average by another reducer, or with others, from the next backward on; all ranks together.
@@ -102,30 +107,65 @@ class GradientHook:
 
     def arrive(self, gradients: Gradients) -> Future[Tensor]:
         """Backward has filled a bucket; the future gets the mean."""
-        index = gradients.index()
+        index, last = gradients.index(), gradients.is_last()
         if index <= self._last:
             self.settle()  # another backward
         self._last = index
-        number = len(self._arrived)
         try:
+            if self._may_hand_back():
+                return self._hand_back(gradients, last)
+            number = len(self._arrived)
             if number == 0:
                 self._pipeline = self._new_pipeline()
             bucket = self._bucket(gradients, number)
             rounds = self.inspector.inspect(self.reducer.reduce, bucket)
-            exchange = self._pipeline.add(number, rounds, last=gradients.is_last())
+            exchange = self._pipeline.add(number, rounds, last=last)
             future = new_future(bucket.flat.device)
             scale = self.scale() if self.unscaled else None
             self._arrived.append(_Arrived(exchange, future, bucket.flat.numel(), scale))
-            if gradients.is_last():
+            if last:
                 self._finish()
         except Exception as error:
-            self._abandon(0)  # if a collective failed, there is no point in waiting for others of the same group
-            where = f"{self.strategy or self.reducer}, step {self.step + 1}, averaging gradients of bucket {index}"
-            if isinstance(error, CommunicationError):
-                raise CommunicationError(f"{where}: {error}") from error
-            error.add_note(f"laconic: {where}")
-            raise
+            self._raise(error, f"bucket {index}")
         return future
+
+    def _may_hand_back(self) -> bool:
+        """Whether means can be handed back as they arrive: nothing is to be done to them, or to be remembered, then."""
+        untouched = self.reducer.is_plain(self.step) and not self.unscaled and not self.inspector.looking
+        return self.hands_back and untouched and backward_id() >= 0
+
+    def _hand_back(self, gradients: Gradients, last: bool) -> Future[Tensor]:
+        if self._handed_back is None:
+            self._handed_back, self._handed = HandedBack(self.group, self._ledger), 0
+        self._note_layout(gradients, self._handed, last)
+        self._handed += 1
+        future = self._handed_back.launch(gradients.buffer())
+        if last:
+            self._handed_back.wait()
+            # DDP queues its own wait when this returns, and this call queues another one behind it.
+            at_end_of_backward(lambda: at_end_of_backward(self._complete))
+        return future
+
+    def _complete(self) -> None:
+        """The backward has ended, and DDP has its means."""
+        handed_back = self._handed_back
+        if handed_back is None:
+            return
+        try:
+            handed_back.complete()
+        except Exception as error:
+            self._raise(error, f"{self._handed} buckets")
+        self._handed_back = None
+        self._end(self._handed)
+
+    def _raise(self, error: Exception, what: str) -> NoReturn:
+        """Say where it failed, and forget the exchanges; no memory has moved."""
+        self._abandon(0)  # if a collective failed, there is no point in waiting for others of the same group
+        where = f"{self.strategy or self.reducer}, step {self.step + 1}, averaging gradients of {what}"
+        if isinstance(error, CommunicationError):
+            raise CommunicationError(f"{where}: {error}") from error
+        error.add_note(f"laconic: {where}")
+        raise error
 
     @property
     def idle(self) -> bool:
@@ -150,8 +190,10 @@ class GradientHook:
         return Pipeline(self.group, self._ledger, self._expected, depth=self._depth)
 
     def _abandon(self, seconds: float) -> bool:
-        self._arrived = []
-        return self._pipeline.abandon(seconds)
+        self._arrived, handed_back = [], self._handed_back
+        self._handed_back = None
+        settled = handed_back is None or handed_back.abandon(seconds)
+        return self._pipeline.abandon(seconds) and settled
 
     def _finish(self) -> None:
         self._pipeline.finish()
@@ -162,7 +204,10 @@ class GradientHook:
         for arrived, result in zip(self._arrived, results, strict=True):
             result.finish()
             arrived.future.set_result(result.mean if arrived.scale is None else result.mean.mul_(arrived.scale))
-        del self._layouts[len(self._arrived) :]
+        self._end(len(self._arrived))
+
+    def _end(self, buckets: int) -> None:
+        del self._layouts[buckets:]
         self._arrived, self._last = [], -1
         self.exchanges += 1
 
@@ -180,12 +225,11 @@ class GradientHook:
         for verdict in verdicts:
             verdict.copy_(whole)
 
-    def _bucket(self, gradients: Gradients, number: int) -> Bucket:
-        flat = gradients.buffer()
+    def _note_layout(self, gradients: Gradients, number: int, last: bool) -> None:
+        """Which parameters the bucket has. DDP rebuilds its buckets once, after the first backward."""
         parameters = gradients.parameters()
         key = tuple(map(id, parameters))
         if number >= len(self._layouts) or self._layouts[number].key != key:
-            # DDP rebuilds its buckets once, after the first backward.
             if any(id(parameter) not in self._names for parameter in parameters):
                 raise RuntimeError(
                     "a parameter was replaced after attach, as load_state_dict(assign=True) and to_empty do; attach again"
@@ -194,8 +238,12 @@ class GradientHook:
             self._layouts[number:] = [_Layout(key, names, [self._memory[name] for name in names])]
             for later in [known for known in self._expected if isinstance(known, int) and known >= number]:
                 del self._expected[later]
-        elif gradients.is_last():
+        elif last:
             del self._layouts[number + 1 :]
+
+    def _bucket(self, gradients: Gradients, number: int) -> Bucket:
+        flat = gradients.buffer()
+        self._note_layout(gradients, number, gradients.is_last())
         layout, group = self._layouts[number], self.group
         if self.unscaled:
             flat.div_(self.scale())
@@ -219,9 +267,3 @@ def _everywhere(verdict: Tensor) -> Rounds[Tensor]:
 
 def _one() -> float:
     return 1.0
-
-
-def new_future(device: torch.device) -> Future[Tensor]:
-    """A future of a tensor on that device."""
-    # A future of accelerator tensors must be told the device, so that whoever waits orders its stream behind the result.
-    return Future() if device.type == "cpu" else Future(devices=[device])

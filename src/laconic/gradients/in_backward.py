@@ -18,6 +18,7 @@ class InBackward:
 
     def __init__(self, ddp: DistributedDataParallel | None, module: nn.Module, hook: GradientHook) -> None:
         self.hook = hook
+        hook.hands_back = ddp is not None
         self.order = ReadyOrder(ddp) if ddp is not None else None
         self._dispatcher = Dispatcher.of(ddp) if ddp is not None else ShardedDispatcher(module)
         self._dispatcher.target = hook

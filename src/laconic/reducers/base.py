@@ -10,6 +10,7 @@ from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.exchange import Exchange
+from laconic.kernels.kernel import Kernel
 
 
 def checked(reducer: object, name: str) -> "Reducer":
@@ -89,6 +90,10 @@ class Reducer(ABC):
     def reduce(self, bucket: Bucket) -> Exchange:
         """Average `bucket.flat` over the group."""
 
+    def is_plain(self, step: int) -> bool:
+        """Whether in this step it is one all-reduce of the bucket as it is, whose answer is the mean, and remembers nothing."""
+        return False
+
     @property
     def warmup_steps(self) -> int:
         """Steps before it does what it is for."""
@@ -97,6 +102,10 @@ class Reducer(ABC):
     def changes_at(self) -> list[int]:
         """At which steps it, or a reducer that it is made of, begins to send something else."""
         return [step for part in self.inner_reducers() for step in part.changes_at()]
+
+    def kernels(self) -> list[Kernel]:
+        """What it works out over many numbers and can have compiled; so do the reducers that it is made of."""
+        return [kernel for part in self.inner_reducers() for kernel in part.kernels()]
 
     def inner_reducers(self) -> list["Reducer"]:
         """The reducers that it is made of: in its fields, and in tuples and mappings there."""

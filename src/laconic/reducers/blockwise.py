@@ -1,6 +1,5 @@
 """Two-phase all-reduce of codes with a scale for each block: `Quantized`, `Float8`, `Ternary` and `Sign` are made of it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,42 +11,11 @@ from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllToAll
 from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import finite
-
-# Numbers that are encoded at a time. Measured on a 20 MB bucket, one core: 9.5 ms in pieces of 2^16, 5.2 ms of 2^18, 3.9 ms of
-# 2^20; a call of torch costs some microseconds, and 4 MB still fit into the last cache.
-PIECE = 1 << 20
-TINY = torch.finfo(torch.float32).tiny  # below it, one over the scale is infinite
-
-
-class Codec(ABC):
-    """How a number in units of its block's scale becomes a code, and back."""
-
-    limit: float  # the largest number that has a code
-    per_word: int  # codes in four bytes
-
-    def scale(self, sizes: Tensor) -> Tensor:
-        """The scale of each block, a row of absolute values: such that its largest number has a code."""
-        return sizes.amax(1).mul_(1 / self.limit)
-
-    @abstractmethod
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        """Codes of scaled numbers, which may be overwritten, into `out` of the same shape."""
-
-    @abstractmethod
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        """Where the codes of a message are written: one for each number."""
-
-    @abstractmethod
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        """Put codes from `buffer` into their message, where they are not there already."""
-
-    @abstractmethod
-    def open(self, message: Tensor, count: int) -> Tensor:
-        """The codes of a message, in a type that can be multiplied."""
+from laconic.reducers.codecs import Codec
 
 
 class Run(NamedTuple):
-    """`blocks` neighbouring blocks of `length` numbers."""
+    """`blocks` neighbouring blocks of the same length."""
 
     start: int
     blocks: int
@@ -55,17 +23,35 @@ class Run(NamedTuple):
     scale: int  # the place of the first block's scale
 
     @property
-    def stop(self) -> int:
-        """Where its numbers end."""
-        return self.start + self.blocks * self.length
+    def numbers(self) -> slice:
+        """Where its numbers are."""
+        return slice(self.start, self.start + self.blocks * self.length)
+
+    @property
+    def scales(self) -> slice:
+        """Where its scales are."""
+        return slice(self.scale, self.scale + self.blocks)
+
+
+class Part(NamedTuple):
+    """What one rank owns of a bucket: runs of whole blocks, and shorter ones where a parameter or the part ends."""
+
+    runs: tuple[Run, ...]
+    short: tuple[tuple[int, int], ...]  # start and length
+    blocks: int  # of both kinds
+
+    @property
+    def short_scales(self) -> slice:
+        """Where the scales of short blocks are: last."""
+        return slice(self.blocks - len(self.short), self.blocks)
 
 
 class Layout(NamedTuple):
-    """How a bucket is cut: a chunk for each rank, blocks that cross neither a parameter nor a chunk."""
+    """How a bucket is cut: a part for each rank, blocks that cross neither a parameter nor a part."""
 
     chunk: int  # numbers a rank owns
     scales: int  # scales in a message
-    runs: tuple[tuple[Run, ...], ...]  # by chunk, counted from its start
+    parts: tuple[Part, ...]  # places are counted from each one's start
 
 
 def shares(sizes: Iterable[int], part: int) -> Iterator[tuple[int, int, int]]:
@@ -87,30 +73,71 @@ def shares(sizes: Iterable[int], part: int) -> Iterator[tuple[int, int, int]]:
 def layout(sizes: tuple[int, ...], block: int, world: int, align: int) -> Layout:
     """The layout of a bucket with parameters of these sizes."""
     chunk = -(-sum(sizes) // (world * align)) * align
-    chunks: list[list[Run]] = [[] for _ in range(world)]
+    pieces: list[list[tuple[int, int]]] = [[] for _ in range(world)]
     for owner, start, stop in shares(sizes, chunk):
+        pieces[owner].append((start - owner * chunk, stop - owner * chunk))
+    parts = tuple(_part(each, block) for each in pieces)
+    return Layout(chunk, max(part.blocks for part in parts), parts)
+
+
+def _part(pieces: Iterable[tuple[int, int]], block: int) -> Part:
+    runs: list[Run] = []
+    short: list[tuple[int, int]] = []
+    blocks = 0
+    for start, stop in pieces:
         whole, rest = divmod(stop - start, block)
-        _append(chunks[owner], start - owner * chunk, whole, block)
-        _append(chunks[owner], stop - rest - owner * chunk, 1 if rest else 0, rest)
-    scales = max(runs[-1].scale + runs[-1].blocks if runs else 0 for runs in chunks)
-    return Layout(chunk, scales, tuple(map(tuple, chunks)))
+        if whole and runs and runs[-1].numbers.stop == start:
+            runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + whole)
+        elif whole:
+            runs.append(Run(start, whole, block, blocks))
+        blocks += whole
+        if rest:
+            short.append((stop - rest, rest))
+    return Part(tuple(runs), tuple(short), blocks + len(short))
 
 
-def _append(runs: list[Run], start: int, blocks: int, length: int) -> None:
-    """So many blocks more; a run goes on where they are as long as its own."""
-    if not blocks:
-        return
-    if runs and runs[-1].length == length:
-        runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + blocks)
-    else:
-        runs.append(Run(start, blocks, length, runs[-1].scale + runs[-1].blocks if runs else 0))
+@lru_cache(maxsize=4096)
+def _table(short: tuple[tuple[int, int], ...], block: int, device: torch.device) -> "_Table":
+    places = [torch.arange(start, start + length) for start, length in short]
+    seats = [torch.arange(row * block, row * block + length) for row, (_, length) in enumerate(short)]
+    # Two rows at least: a compiled kernel takes no less.
+    lengths = torch.tensor([float(length) for _, length in short] + [1.0] * (2 - len(short)))
+    return _Table(torch.cat(places).to(device), torch.cat(seats).to(device), lengths.to(device), block)
 
 
-def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = None, *, own_as_is: bool = False) -> Exchange:
-    """All-to-all of encoded chunks, sum in fp32, encode once more, all-gather; every rank decodes the same bytes.
+class _Table(NamedTuple):
+    """Short blocks, a row each, and zeros behind them.
 
-    What the owner of a chunk loses in the second rounding concerns all N ranks' sum; it is added, times N, to the owner's
-    own error, so that the mean of all errors is exactly what is missing. With `own_as_is`, a rank's own chunk, which never
+    So they take a few calls together, and not a few for each: a model may have more vectors than matrices.
+    """
+
+    places: Tensor  # where their numbers are in the part
+    seats: Tensor  # and where in the table, row by row
+    lengths: Tensor
+    block: int
+
+    def fill(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The table of these numbers."""
+        table = source.new_zeros(len(self.lengths) * self.block, dtype=dtype)
+        return table.index_copy_(0, self.seats, source.index_select(0, self.places).to(dtype)).view(-1, self.block)
+
+    def numbers(self, table: Tensor) -> Tensor:
+        """The numbers in a table, without the zeros."""
+        return table.view(-1).index_select(0, self.seats)
+
+
+def two_phase(
+    bucket: Bucket,
+    codec: Codec,
+    block: int,
+    noise: Tensor | None = None,
+    *,
+    own_as_is: bool = False,
+) -> Exchange:
+    """All-to-all of encoded parts, sum in fp32, encode once more, all-gather; every rank decodes the same bytes.
+
+    What the owner of a part loses in the second rounding concerns all N ranks' sum; it is added, times N, to the owner's
+    own error, so that the mean of all errors is exactly what is missing. With `own_as_is`, a rank's own part, which never
     leaves it, goes into the sum as it is: with error feedback, what was missing in the mean then comes back in full.
     """
     flat, world = bucket.flat, bucket.world
@@ -118,144 +145,131 @@ def two_phase(bucket: Bucket, codec: Codec, block: int, noise: Tensor | None = N
         return Reduced(flat)
     # Whole words of codes, so that the scales behind them are aligned.
     plan = layout(tuple(view.numel() for view in bucket.views), block, world, codec.per_word)
-    codes_bytes = plan.chunk // codec.per_word * 4
+    coder = _Coder(codec, plan, block, bucket.fused)
     error = flat if bucket.feedback else None
     spans = [slice(min(rank * plan.chunk, flat.numel()), min((rank + 1) * plan.chunk, flat.numel())) for rank in range(world)]
+    mine, part = spans[bucket.rank], plan.parts[bucket.rank]
 
-    own = flat[spans[bucket.rank]].to(torch.float32, copy=True) if own_as_is and world > 1 else None
-    message = flat.new_empty((world, codes_bytes + 4 * plan.scales), dtype=torch.uint8)
-    for rank, (row, span, runs) in enumerate(zip(message, spans, plan.runs, strict=True)):
+    own = flat[mine].to(torch.float32, copy=True) if own_as_is and world > 1 else None
+    message = flat.new_empty((world, coder.bytes), dtype=torch.uint8)
+    for rank, (row, span) in enumerate(zip(message, spans, strict=True)):
         if own is not None and rank == bucket.rank:
             continue  # nobody reads it
-        chance = None if noise is None else noise[span]
-        _encode(flat[span], runs, codec, row, codes_bytes, plan, error if error is None else error[span], 1.0, chance)
+        coder.encode(flat[span], plan.parts[rank], row, None if noise is None else noise[span], left=error is not None)
     if world > 1:  # alone, what would be decoded is the mean
         rows = yield AllToAll(message)
         del message, row  # what has been read makes room for what comes
-        mine, runs = spans[bucket.rank], plan.runs[bucket.rank]
         total = flat.new_empty(mine.stop - mine.start, dtype=torch.float32)
         for number, row in enumerate(rows):
             if own is not None and number == bucket.rank:
                 total.copy_(own) if number == 0 else total.add_(own)
             else:
-                _decode(row, runs, codec, codes_bytes, plan, total, add=number > 0)
+                coder.decode(row, part, total, add=number > 0)
         total.mul_(1 / world)
-        again = flat.new_empty(codes_bytes + 4 * plan.scales, dtype=torch.uint8)
-        left = torch.empty_like(total) if error is not None else None
-        chance = None if noise is None else noise[mine]
-        _encode(total, runs, codec, again, codes_bytes, plan, left, float(world), chance)
-        if error is not None and left is not None:
-            error[mine] = left if own is not None else error[mine] + left
-        del rows, row, total, left, own
+        again = flat.new_empty(coder.bytes, dtype=torch.uint8)
+        coder.encode(total, part, again, None if noise is None else noise[mine], left=error is not None)
+        if error is not None and own is not None:
+            error[mine] = total.mul_(world)
+        elif error is not None:
+            error[mine].add_(total, alpha=world)
+        del rows, row, total, own
         message = yield AllGather(again)
 
     def finish() -> None:
-        for row, span, runs in zip(message, spans, plan.runs, strict=True):
-            _decode(row, runs, codec, codes_bytes, plan, flat[span], add=False)
+        for row, span, part in zip(message, spans, plan.parts, strict=True):
+            coder.decode(row, part, flat[span], add=False)
 
     if error is None:
         finish()
         return Reduced(flat)
     # Numbers are finite where their scales are. The mean takes the error's place once that has been taken.
-    return Reduced(flat, error, finish, finite(message[:, codes_bytes:].contiguous().view(torch.float32)))
+    return Reduced(flat, error, finish, finite(message[:, coder.codes_bytes :].contiguous().view(torch.float32)))
 
 
-def _encode(
-    source: Tensor,
-    runs: tuple[Run, ...],
-    codec: Codec,
-    message: Tensor,
-    codes_bytes: int,
-    plan: Layout,
-    error: Tensor | None,
-    weight: float,
-    noise: Tensor | None,
-) -> None:
-    """Encode a chunk into its message; where `error` is given, it becomes weight * (source - what will be decoded)."""
-    codes = codec.buffer(message[:codes_bytes], plan.chunk)
-    scales = message[codes_bytes:].view(torch.float32)
-    scales[sum(run.blocks for run in runs) :] = 0
-    pieces = _pieces(runs)
-    work = _work(pieces, source)
-    for piece in pieces:
-        numbers = source[piece.numbers].float()
-        room = torch.abs(numbers, out=work[: numbers.numel()])
-        scale = scales[piece.scales]
-        for run, sizes in zip(torch.split(scale, piece.blocks), piece.matrices(room), strict=True):
-            run.copy_(codec.scale(sizes))
-        # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.
-        inverse = torch.where(scale >= TINY, 1 / scale, 0)
-        for matrix, scaled, factor in zip(*map(piece.matrices, (numbers, room)), piece.columns(inverse), strict=True):
-            torch.mul(matrix, factor, out=scaled)
-        out = codes[piece.numbers]
-        codec.encode(room, out, None if noise is None else noise[piece.numbers])
-        if error is not None:
-            room.copy_(out)
-            for matrix, lost, factor in zip(*map(piece.matrices, (numbers, room)), piece.columns(scale), strict=True):
-                torch.addcmul(matrix, lost, factor, value=-1, out=lost)
-            error[piece.numbers] = room if weight == 1 else room.mul_(weight)
-    codec.seal(codes, message[:codes_bytes])
+class _Coder(NamedTuple):
+    """Encodes and decodes parts of one bucket."""
 
+    codec: Codec
+    plan: Layout
+    block: int
+    fused: bool
 
-def _decode(
-    message: Tensor, runs: tuple[Run, ...], codec: Codec, codes_bytes: int, plan: Layout, out: Tensor, *, add: bool
-) -> None:
-    codes = codec.open(message[:codes_bytes], plan.chunk)
-    scales = message[codes_bytes:].view(torch.float32)
-    pieces = _pieces(runs)
-    work = _work(pieces, out)
-    for piece in pieces:
-        target = out[piece.numbers]
-        numbers = work[: target.numel()].copy_(codes[piece.numbers])
-        columns = piece.columns(scales[piece.scales])
-        for matrix, place, factor in zip(*map(piece.matrices, (numbers, target)), columns, strict=True):
+    @property
+    def codes_bytes(self) -> int:
+        return self.plan.chunk // self.codec.per_word * 4
+
+    @property
+    def bytes(self) -> int:
+        """Of a message: codes, then scales."""
+        return self.codes_bytes + 4 * self.plan.scales
+
+    def encode(self, source: Tensor, part: Part, message: Tensor, noise: Tensor | None, *, left: bool) -> None:
+        """Encode a part into its message; with `left`, it becomes what the codes leave out."""
+        codes = self.codec.room(message[: self.codes_bytes], self.plan.chunk)
+        scales = message[self.codes_bytes :].view(torch.float32)
+        scales[part.blocks :] = 0
+        for run in part.runs:
+            matrix, chance = source[run.numbers].view(-1, self.block), None
+            if noise is not None:
+                chance = noise[run.numbers].view(-1, self.block)
+            numbers = matrix.float()
+            self._find_scales(numbers, scales[run.scales], self.block)
+            self._quantize(numbers, chance, codes[run.numbers].view(-1, self.block), scales[run.scales], left=left)
+            if left and numbers.dtype != matrix.dtype:
+                matrix.copy_(numbers)
+        if part.short:
+            table = _table(part.short, self.block, source.device)
+            numbers = table.fill(source, torch.float32)
+            chance = None if noise is None else table.fill(noise, torch.float32)
+            written = torch.empty_like(numbers, dtype=codes.dtype)
+            found = scales.new_empty(len(numbers))
+            self._find_scales(numbers, found, table.lengths)
+            self._quantize(numbers, chance, written, found, left=left)
+            scales[part.short_scales] = found[: len(part.short)]
+            _bytes(codes).index_copy_(0, table.places, table.numbers(_bytes(written)))
+            if left:
+                source.index_copy_(0, table.places, table.numbers(numbers).to(source.dtype))
+        self.codec.seal(codes, message[: self.codes_bytes], fused=self.fused)
+
+    def decode(self, message: Tensor, part: Part, out: Tensor, *, add: bool) -> None:
+        """Write what a message says of a part, or add it to what is there."""
+        codes = self.codec.open(message[: self.codes_bytes], self.plan.chunk, fused=self.fused)
+        scales = message[self.codes_bytes :].view(torch.float32)
+        kernel = self.codec.add if add else self.codec.decode
+        for run in part.runs:
+            matrix = out[run.numbers].view(-1, self.block)
+            numbers = matrix if matrix.dtype == torch.float32 else torch.empty_like(matrix, dtype=torch.float32)
+            kernel(codes[run.numbers].view(-1, self.block), scales[run.scales], numbers, fused=self.fused)
+            if numbers is not matrix:
+                matrix.copy_(numbers)
+        if part.short:
+            table = _table(part.short, self.block, out.device)
+            written = table.fill(_bytes(codes), torch.int8).view(codes.dtype)
+            numbers = torch.empty_like(written, dtype=torch.float32)
+            factors = scales.new_zeros(len(numbers))
+            factors[: len(part.short)] = scales[part.short_scales]
+            self.codec.decode(written, factors, numbers, fused=self.fused)
+            found = table.numbers(numbers).to(out.dtype)
             if add:
-                place.addcmul_(matrix, factor)
+                out.index_add_(0, table.places, found)
             else:
-                torch.mul(matrix, factor, out=place)
+                out.index_copy_(0, table.places, found)
+
+    def _find_scales(self, numbers: Tensor, scales: Tensor, lengths: Tensor | int) -> None:
+        if self.codec.mean is not None:
+            torch.linalg.vector_norm(numbers, 1, dim=1, out=scales)
+            scales.mul_(self.codec.mean).div_(lengths)
+
+    def _quantize(self, numbers: Tensor, noise: Tensor | None, codes: Tensor, scales: Tensor, *, left: bool) -> None:
+        if noise is None:
+            kernel = self.codec.quantize_left if left else self.codec.quantize
+            kernel(numbers, codes, scales, fused=self.fused)
+        else:
+            chosen = self.codec.stochastic_left if left else self.codec.stochastic
+            assert chosen is not None, "this codec has no stochastic rounding"
+            chosen(numbers, noise, codes, scales, fused=self.fused)
 
 
-class Piece(NamedTuple):
-    """Neighbouring runs that fit into the cache together: their numbers, their scales, and how they are cut."""
-
-    numbers: slice
-    scales: slice
-    sizes: list[int]  # numbers, by run
-    blocks: list[int]
-    lengths: list[int]
-
-    def matrices(self, flat: Tensor) -> list[Tensor]:
-        """The piece's numbers, run by run, a row for each block."""
-        return [part.view(-1, length) for part, length in zip(torch.split(flat, self.sizes), self.lengths, strict=True)]
-
-    def columns(self, scales: Tensor) -> tuple[Tensor, ...]:
-        """The piece's scales, run by run, to multiply its matrices by."""
-        return torch.split(scales[:, None], self.blocks)
-
-
-@lru_cache(maxsize=4096)
-def _pieces(runs: tuple[Run, ...]) -> tuple[Piece, ...]:
-    """A chunk, cut into pieces of at most PIECE numbers, or one block."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        most = max(1, PIECE // run.length)
-        for first in range(0, run.blocks, most):
-            part = Run(run.start + first * run.length, min(most, run.blocks - first), run.length, run.scale + first)
-            if not groups or part.stop - groups[-1][0].start > PIECE:
-                groups.append([])
-            groups[-1].append(part)
-    return tuple(
-        Piece(
-            slice(parts[0].start, parts[-1].stop),
-            slice(parts[0].scale, parts[-1].scale + parts[-1].blocks),
-            [part.blocks * part.length for part in parts],
-            [part.blocks for part in parts],
-            [part.length for part in parts],
-        )
-        for parts in groups
-    )
-
-
-def _work(pieces: tuple[Piece, ...], like: Tensor) -> Tensor:
-    """Room for the numbers of the largest piece."""
-    return like.new_empty(max((sum(piece.sizes) for piece in pieces), default=0), dtype=torch.float32)
+def _bytes(codes: Tensor) -> Tensor:
+    # Not every code's type can be picked by index.
+    return codes.view(torch.int8)

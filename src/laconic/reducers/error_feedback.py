@@ -51,12 +51,14 @@ class ErrorFeedback(Reducer):
     def reduce(self, bucket: Bucket) -> Exchange:
         kept = joined(bucket, RESIDUAL)
         if kept is not None:
-            bucket.flat.addcmul_(kept, _weight(self.decay * bucket.scale, kept))
-        mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True))
+            add_scaled(bucket.flat, kept, self.decay * bucket.scale)
+        # The residual can be written in place where asking for the verdict costs nothing, and no scale has to be taken out.
+        room = None if isinstance(bucket.scale, Tensor) or bucket.flat.device.type != "cpu" else kept
+        mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True, residual=room))
         verdict = finite(mean) if good is None else good
 
         def take() -> None:
-            if error is None and kept is None:
+            if (error is None and kept is None) or (error is not None and error is room):
                 return
             memory = kept if kept is not None else joined(bucket, RESIDUAL, create=True)
             assert memory is not None
@@ -97,7 +99,7 @@ class Release(Reducer):
     def reduce(self, bucket: Bucket) -> Exchange:
         kept = joined(bucket, RESIDUAL)
         if kept is not None:
-            bucket.flat.addcmul_(kept, _weight(bucket.scale, kept))
+            add_scaled(bucket.flat, kept, bucket.scale)
         mean, error, finish, good = yield from self.inner.reduce(bucket)
         verdict = finite(mean) if good is None else good
 
@@ -117,7 +119,9 @@ def replace_if(good: Tensor, old: Tensor, new: Tensor) -> None:
         old.copy_(new)
 
 
-def _weight(weight: float | Tensor, like: Tensor) -> Tensor:
+def add_scaled(flat: Tensor, more: Tensor, weight: float | Tensor) -> None:
+    """flat += weight * more, in place."""
     if isinstance(weight, Tensor):
-        return weight.to(like.dtype)
-    return torch.full((), weight, dtype=like.dtype, device=like.device)
+        flat.addcmul_(more, weight.to(flat.dtype))
+    else:
+        flat.add_(more, alpha=weight)

@@ -20,6 +20,9 @@ class Exact(Reducer):
     'ddp()'
     """
 
+    def is_plain(self, step: int) -> bool:
+        return True
+
     def reduce(self, bucket: Bucket) -> Exchange:
         mean = yield AllReduce(bucket.flat)
         return Reduced(mean)

@@ -9,10 +9,18 @@ from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.exchange import Exchange
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
-from laconic.reducers.blockwise import Codec, two_phase
+from laconic.reducers.blockwise import two_phase
+from laconic.reducers.codecs import Codec, codec
 
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+def _of(name: str, dtype: torch.dtype) -> Codec:
+    largest = torch.finfo(dtype).max
+    return codec(name, __name__, 4, dtype, lambda scaled: scaled.clamp_(-largest, largest), Tensor.float, limit=largest)
+
+
+FORMATS = {"e4m3": _of("e4m3", torch.float8_e4m3fn), "e5m2": _of("e5m2", torch.float8_e5m2)}
 
 
 @dataclass(frozen=True)
@@ -45,25 +53,7 @@ class Float8(Reducer):
         yield cls("e5m2")
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        return two_phase(bucket, Small(FORMATS[self.format]), self.block)
+        return two_phase(bucket, FORMATS[self.format], self.block)
 
-
-class Small(Codec):
-    """A float8 type of torch's."""
-
-    per_word = 4
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.limit = dtype, torch.finfo(dtype).max
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(numbers.clamp_(-self.limit, self.limit))
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.view(self.dtype)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        """The codes are in the message."""
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        return message.view(self.dtype)
+    def kernels(self) -> list[Kernel]:
+        return FORMATS[self.format].kernels()

@@ -9,11 +9,22 @@ from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.exchange import Exchange
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
-from laconic.reducers.blockwise import Codec, two_phase
+from laconic.reducers.blockwise import two_phase
+from laconic.reducers.codecs import Digits, whole_numbers
 from laconic.reducers.randomness import uniform
 
 BLOCKS = {8: 512, 4: 128, 2: 256}  # numbers that share a scale, by bits
+
+
+CODECS = {
+    8: whole_numbers("int8", __name__, Tensor.round_, limit=127.0),
+    4: whole_numbers("int4", __name__, Tensor.round_, Digits(16, -8, 1), limit=7.0),
+    2: whole_numbers(
+        "int2", __name__, lambda scaled: scaled.mul_(0.5).floor_().mul_(2).add_(1).clamp_(-3, 3), Digits(4, -3, 2), mean=0.624
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -59,78 +70,12 @@ class Quantized(Reducer):
 
     def reduce(self, bucket: Bucket) -> Exchange:
         noise = self._noise(bucket) if self.rounding == "stochastic" else None
-        codec: Codec = Int8() if self.bits == 8 else Int4() if self.bits == 4 else Int2()
-        return two_phase(bucket, codec, self.block or BLOCKS[self.bits], noise, own_as_is=self.bits == 2)
+        return two_phase(bucket, CODECS[self.bits], self.block or BLOCKS[self.bits], noise, own_as_is=self.bits == 2)
+
+    def kernels(self) -> list[Kernel]:
+        return CODECS[self.bits].kernels()
 
     def _noise(self, bucket: Bucket) -> Tensor:
         device = bucket.flat.device
         keys = [(self.seed, bucket.exchanges, bucket.rank, name) for name in bucket.names]
         return torch.cat([uniform((view.numel(),), device, *key) for view, key in zip(bucket.views, keys, strict=True)])
-
-
-class Int8(Codec):
-    """-127 ... 127, a byte each."""
-
-    limit, per_word = 127.0, 4
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(_whole(numbers, noise, self.limit))
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.view(torch.int8)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        """The codes are in the message."""
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        return message.view(torch.int8)
-
-
-class Int4(Codec):
-    """-7 ... 7, two in a byte."""
-
-    limit, per_word = 7.0, 8
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(_whole(numbers, noise, self.limit))
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.new_zeros(count, dtype=torch.int8)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        pairs = codes.view(-1, 2)
-        torch.bitwise_or(pairs[:, 0].bitwise_and(15), pairs[:, 1].bitwise_left_shift(4), out=message.view(torch.int8))
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        signed = message.view(torch.int8)  # shifting right copies the sign
-        return torch.stack([signed.bitwise_left_shift(4).bitwise_right_shift_(4), signed.bitwise_right_shift(4)], -1).view(-1)
-
-
-class Int2(Codec):
-    """-3, -1, 1 or 3, four in a byte."""
-
-    limit, per_word = 3.0, 16
-
-    def scale(self, sizes: Tensor) -> Tensor:
-        return sizes.mean(1).mul_(0.624)
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(numbers.mul_(0.5).floor_().mul_(2).add_(1).clamp_(-3, 3))
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.new_ones(count, dtype=torch.int8)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        fours = codes.add(3).bitwise_right_shift_(1).view(torch.uint8).view(-1, 4)  # 0 ... 3
-        for place in range(1, 4):
-            fours[:, 0].bitwise_or_(fours[:, place].bitwise_left_shift(2 * place))
-        message.copy_(fours[:, 0])
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        parts = [message.bitwise_right_shift(2 * place).bitwise_and_(3) for place in range(4)]
-        return torch.stack(parts, -1).view(-1).view(torch.int8).mul_(2).sub_(3)
-
-
-def _whole(numbers: Tensor, noise: Tensor | None, limit: float) -> Tensor:
-    # fp32 rounds limit + noise up to limit + 1 where the noise is next to 1; as a code, that would be a negative number.
-    return numbers.round_() if noise is None else numbers.add_(noise).floor_().clamp_max_(limit)

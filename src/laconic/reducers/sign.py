@@ -11,10 +11,15 @@ from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Exchange, Reduced
 from laconic.comm.flat_tensors import unflatten
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
-from laconic.reducers.blockwise import Codec, two_phase
+from laconic.reducers.blockwise import two_phase
+from laconic.reducers.codecs import Digits, whole_numbers
 
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1, seen as one number: their bits meet in the highest byte
+
+
+BITS = whole_numbers("bits", __name__, lambda scaled: scaled.ge(0).float().mul_(2).sub_(1), Digits(2, -1, 2), mean=1.0)
 
 
 @dataclass(frozen=True)
@@ -51,29 +56,10 @@ class Sign(Reducer):
         yield cls(phases=1)
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        return two_phase(bucket, Bit(), self.block, own_as_is=True) if self.phases == 2 else _gathered(bucket)
+        return two_phase(bucket, BITS, self.block, own_as_is=True) if self.phases == 2 else _gathered(bucket)
 
-
-class Bit(Codec):
-    """+1 or -1, eight in a byte."""
-
-    limit, per_word = 1.0, 32
-
-    def scale(self, sizes: Tensor) -> Tensor:
-        return sizes.mean(1)
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        torch.ge(numbers, 0, out=out.view(torch.bool))
-        out.mul_(2).sub_(1)
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.new_ones(count, dtype=torch.int8)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        message.copy_(pack(codes > 0))
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        return unpack(message)
+    def kernels(self) -> list[Kernel]:
+        return BITS.kernels() if self.phases == 2 else []
 
 
 def _gathered(bucket: Bucket) -> Exchange:

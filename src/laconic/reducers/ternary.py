@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
-import torch
-from torch import Tensor
-
 from laconic.comm.bucket import Bucket
 from laconic.comm.exchange import Exchange
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
-from laconic.reducers.blockwise import Codec, two_phase
+from laconic.reducers.blockwise import two_phase
+from laconic.reducers.codecs import Digits, whole_numbers
+
+TRITS = whole_numbers("trits", __name__, lambda scaled: scaled.round_().clamp_(-1, 1), Digits(3, -1, 1), mean=1.534)
 
 
 @dataclass(frozen=True)
@@ -41,31 +42,7 @@ class Ternary(Reducer):
         yield cls(block=16)
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        return two_phase(bucket, Trit(), self.block, own_as_is=True)
+        return two_phase(bucket, TRITS, self.block, own_as_is=True)
 
-
-class Trit(Codec):
-    """-1, 0 or 1, five in a byte as the digits of a number to base three."""
-
-    limit, per_word = 1.0, 20
-
-    def scale(self, sizes: Tensor) -> Tensor:
-        return sizes.mean(1).mul_(1.534)
-
-    def encode(self, numbers: Tensor, out: Tensor, noise: Tensor | None) -> None:
-        out.copy_(numbers.round_().clamp_(-1, 1))
-
-    def buffer(self, message: Tensor, count: int) -> Tensor:
-        return message.new_zeros(count, dtype=torch.int8)
-
-    def seal(self, codes: Tensor, message: Tensor) -> None:
-        digits = codes.add(1).view(torch.uint8).view(-1, 5)
-        torch.mul(digits[:, 4], 3, out=message)
-        for place in (3, 2, 1):
-            message.add_(digits[:, place]).mul_(3)
-        message.add_(digits[:, 0])
-
-    def open(self, message: Tensor, count: int) -> Tensor:
-        powers = 3 ** torch.arange(5, device=message.device)
-        digits = (torch.arange(256, device=message.device)[:, None] // powers % 3).sub_(1).to(torch.int8)
-        return torch.index_select(digits, 0, message.int()).view(-1)
+    def kernels(self) -> list[Kernel]:
+        return TRITS.kernels()

@@ -43,5 +43,11 @@ class Warmup(Reducer):
     def changes_at(self) -> list[int]:
         return [self.start, *super().changes_at()]
 
+    def is_plain(self, step: int) -> bool:
+        return self._at(step).is_plain(step)
+
     def reduce(self, bucket: Bucket) -> Exchange:
-        return (self.before if bucket.step < self.start else self.inner).reduce(bucket)
+        return self._at(bucket.step).reduce(bucket)
+
+    def _at(self, step: int) -> Reducer:
+        return self.before if step < self.start else self.inner
