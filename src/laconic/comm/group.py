@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from laconic.comm.collectives import Collective
+from laconic.comm.collectives import Collective, Work
 
 # How long a rank waits for a collective before it asks whether its peers are still there.
 POLL_SECONDS = 5.0
@@ -114,7 +114,7 @@ class TorchGroup:
 
 @dataclass(slots=True)
 class _TorchHandle:
-    work: dist.Work
+    work: Work
     collective: Collective  # keeps what is being sent alive
     answer: Tensor
     check_peers: Callable[[], None]
