@@ -16,7 +16,7 @@ from laconic.forecast import layer_bytes
 from laconic.forecast.exchanges import Exchanges
 from laconic.forecast.prediction import default_buckets
 from laconic.reducers.base import Reducer
-from laconic.reducers.blockwise import Run, layout
+from laconic.reducers.blockwise import layout
 from tests.reducers.every import EVERY, NAMES
 
 Asked = tuple[list[tuple[int, ...]], torch.dtype, int, int, int]  # shapes, dtype, world, step, exchange
@@ -208,11 +208,13 @@ def test_blocks_end_where_a_parameter_or_a_rank_s_share_does(sizes: list[int], b
             wanted[owner][-1] = (last[0], last[1] + 1)
         else:
             wanted[owner].append((start, 1))
-    found = [[(run.start + n * run.length, run.length) for run in runs for n in range(run.blocks)] for runs in plan.runs]
+    whole = [[(run.start + n * run.length, run.length) for run in part.runs for n in range(run.blocks)] for part in plan.parts]
+    found = [sorted([*runs, *part.short]) for runs, part in zip(whole, plan.parts, strict=True)]
     assert found == wanted
     assert plan.scales == max(map(len, wanted))
-    for runs in plan.runs:
-        before = [0, *itertools.accumulate(run.blocks for run in runs)]
-        assert [run.scale for run in runs] == before[: len(runs)]
-        assert all(one.length != other.length for one, other in itertools.pairwise(runs)), "as few runs as can be"
-        assert all(isinstance(run, Run) for run in runs)
+    for part in plan.parts:
+        scales = [run.scale + n for run in part.runs for n in range(run.blocks)]
+        assert scales == list(range(part.short_scales.start)), "one for each block, those of short ones last"
+        assert part.short_scales.stop == part.blocks == len(scales) + len(part.short)
+        assert all(length < block for _, length in part.short)
+        assert all(one.numbers.stop != other.start for one, other in itertools.pairwise(part.runs)), "as few runs as can be"

@@ -111,6 +111,9 @@ class Timed:
         self.left: list[Collective] = []
         self.error: Exception | None = None
 
+    def check_peers(self) -> None:
+        """They are there."""
+
     def launch(self, collective: Collective) -> "Timed":
         self.left.append(collective)
         return self
@@ -122,6 +125,9 @@ class Timed:
         return self.left[-1].tensor
 
     def future(self) -> Future[torch.Tensor]:
+        raise AssertionError("nobody asks for it")
+
+    def when_done(self, call: Callable[[], None]) -> None:
         raise AssertionError("nobody asks for it")
 
     def settle(self, seconds: float) -> bool:

@@ -1,6 +1,6 @@
 """The gradient hook over a group of our own, without processes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -30,6 +30,9 @@ class Stuck:
     def future(self) -> Future[Tensor]:
         raise AssertionError("nobody asks for it")
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        raise AssertionError("nobody asks for it")
+
     def settle(self, seconds: float) -> bool:
         self.waits.append(seconds)
         return False
@@ -37,6 +40,9 @@ class Stuck:
 
 class Alone:
     rank, world, who = 0, 2, "2 ranks"
+
+    def check_peers(self) -> None:
+        """They are there."""
 
     def launch(self, collective: Collective) -> Stuck:
         return Stuck()
@@ -86,6 +92,9 @@ class Complete:
     def future(self) -> Future[Tensor]:
         raise AssertionError("nobody asks for it")
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        raise AssertionError("nobody asks for it")
+
     def settle(self, seconds: float) -> bool:
         return True
 
@@ -98,6 +107,9 @@ class Listed:
     def __init__(self) -> None:
         self.left: list[tuple[int, ...]] = []
         self.broken = False
+
+    def check_peers(self) -> None:
+        """They are there."""
 
     def launch(self, collective: Collective) -> Complete:
         if self.broken:

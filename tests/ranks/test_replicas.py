@@ -1,7 +1,7 @@
 """Digests of replicas: bits that differ show, wherever they are; bits that don't, don't."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -57,6 +57,9 @@ class Told:
         return self.rows
 
     def future(self) -> Future[Tensor]:
+        raise AssertionError("nobody asks for it")
+
+    def when_done(self, call: Callable[[], None]) -> None:
         raise AssertionError("nobody asks for it")
 
     def settle(self, seconds: float) -> bool:

@@ -98,6 +98,10 @@ PARTS = [
     Part(IN_BACKWARD, "_in_backward_optimizers", "the optimizers to step in backward", mark=True),
     Part("torch", "_C", "tell one backward from another"),
     Part("torch._C", "_current_graph_task_id", "tell one backward from another"),
+    # Compiled kernels
+    Part("torch._C", "_aoti", "load a function that was compiled ahead of time"),
+    Part("torch._C._aoti", "AOTIModelPackageLoader", "load a function that was compiled ahead of time"),
+    Part("torch", "_inductor", "compile a function ahead of time"),
     # FSDP2
     Part("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "which parameters a module communicates together"),
     Part(FSDP_STATE, "_fsdp_param_groups", "which parameters a module communicates together"),

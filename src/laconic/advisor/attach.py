@@ -24,6 +24,7 @@ def attach(
     mesh: DeviceMesh | None = None,
     replicate: str = "replicate",
     check_every: int = 0,
+    fused: bool | Literal["auto"] = "auto",
 ) -> Run:
     """Train `model` by `strategy`, with the loop as it is.
 
@@ -42,6 +43,9 @@ def attach(
       model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
     - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
       `check_replicas`.
+    - `fused`: whether encoding and decoding run compiled, to the same bits. "auto": on a CPU with a C++ compiler, which runs once
+      a machine, in a process of its own; until it is done, nobody waits. True: always, and `attach` waits for the compiler.
+      False: never.
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +67,7 @@ def attach(
     >>> weight, bias = torch.optim.SGD([bare.weight], lr=0.1), torch.optim.SGD([bare.bias], lr=0.1)
     >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("inner",))
     >>> with laconic.attach(
-    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10
+    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10, fused=False
     ... ) as run:
     ...     for batch in torch.ones(4, 8, 4):
     ...         scaler.scale(bare(batch).sum()).backward()
@@ -83,6 +87,7 @@ def attach(
         mesh=mesh,
         replicate=replicate,
         check_every=check_every,
+        fused=fused,
         advisor=_pilot,
     )
 

@@ -35,9 +35,6 @@ class Bucket:
     scale: float | Tensor = 1.0  # what the loss was multiplied by: memory is kept in units of the unscaled loss
     feedback: bool = False  # somebody will read `Reduced.error`; else it needn't be worked out
     fused: bool = False  # compiled kernels may be used, where they are there
-    # Error feedback's residual, laid out as `flat`, of which nobody has any more need: a reducer may write its error there in
-    # `Reduced.finish`, where `Reduced.good` is true, and return it as `Reduced.error`. That saves a copy.
-    residual: Tensor | None = None
 
     @property
     def round(self) -> int:

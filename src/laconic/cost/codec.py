@@ -121,7 +121,7 @@ def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) ->
         if reducer is None:
             rounds = mean(flat, 0, world)
         else:
-            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, len(rows))
+            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, len(rows), fused=True)
             rounds = reducer.reduce(bucket)
         rows.append(work_of(rounds, world))
     length = len(rows[-1])

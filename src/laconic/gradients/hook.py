@@ -80,6 +80,7 @@ class GradientHook:
         self.strategy = ""  # what a person calls it, in errors
         self.exchanges = 0  # of all gradients, so far
         self.inspector = Inspector()
+        self.fused = False  # compiled kernels may be used
         self.hands_back = False  # whoever calls it waits for each bucket's future by itself, once all have been launched
         self.island: TorchGroup | None = None  # the ranks with the other shards of this replica: they keep memory alike
         self._names, self._memory, self._ledger = names, memory, ledger
@@ -257,6 +258,7 @@ class GradientHook:
             self.step,
             self.exchanges,
             1.0 if self.unscaled else self.scale(),
+            fused=self.fused,
         )
 
 

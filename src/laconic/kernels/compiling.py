@@ -18,6 +18,11 @@ Fused: TypeAlias = bool | Literal["auto"]
 OVERRIDE = "LACONIC_FUSED"  # the environment variable that stands for "auto": 1, 0 or auto
 LIMIT_SECONDS = 900.0
 
+
+class CompilerError(RuntimeError):
+    """What was asked for can't be compiled here."""
+
+
 _processes: list[subprocess.Popen[bytes]] = []
 
 
@@ -62,20 +67,20 @@ def compiler() -> str | None:
 def _compile_now(missing: Sequence[Kernel], device: torch.device) -> None:
     """Wait until they are compiled, by this process or another."""
     if device.type == "cpu" and compiler() is None:
-        raise RuntimeError(
+        raise CompilerError(
             "fused=True compiles with a C++ compiler, and there is no g++ or clang++; install one, or leave fused at 'auto'"
         )
     process, start = _start(missing, device, nice=0), time.monotonic()
     while process.poll() is None:
         if time.monotonic() - start > LIMIT_SECONDS:
             process.kill()
-            raise RuntimeError(f"fused=True: compiling took longer than {LIMIT_SECONDS:.0f} s; leave fused at 'auto'")
+            raise CompilerError(f"fused=True: compiling took longer than {LIMIT_SECONDS:.0f} s; leave fused at 'auto'")
         time.sleep(0.1)
     for kernel in missing:
         if not cache.trusted(cache.file(kernel, device)):
             report = cache.failure(kernel, device)
             said = report.read_text()[-2000:] if report.exists() else f"the compiling process ended with {process.returncode}"
-            raise RuntimeError(f"fused=True: {kernel.name} can't be compiled here; leave fused at 'auto'. It says: {said}")
+            raise CompilerError(f"fused=True: {kernel.name} can't be compiled here; leave fused at 'auto'. It says: {said}")
 
 
 def _start(kernels: Sequence[Kernel], device: torch.device, nice: int) -> subprocess.Popen[bytes]:

@@ -54,11 +54,12 @@ class DeltaAverager:
         rates: bool,
         on_reset: Callable[[Sequence[str]], None],
         inspector: Inspector,
+        fused: bool = False,
     ) -> None:
         self.fragments = fragments
         self._given = dict(parameters)
         self._deltas, self._group, self._ledger, self._control, self._device = deltas, group, ledger, control, device
-        self._inspector = inspector
+        self._inspector, self._fused = inspector, fused
         self._heartbeats, self._island = heartbeats, island  # who must be there; who holds the other shards of this replica
         self._on_reset = on_reset  # given the names of parameters that went back to the anchor
         self._rates = [rate for _, rate in inner] if rates else []
@@ -292,7 +293,8 @@ class DeltaAverager:
         device = self._parameter(names[0]).device
         flat = torch.empty(sum(anchor.numel() for anchor in like), dtype=like[0].dtype, device=device)
         slots = [self._memory[name] for name in names]
-        return Bucket(flat, unflatten(flat, like), names, slots, self._group.rank, self._group.world, step, number)
+        rank, world = self._group.rank, self._group.world
+        return Bucket(flat, unflatten(flat, like), names, slots, rank, world, step, number, fused=self._fused)
 
     # State
 

@@ -44,12 +44,13 @@ class LocalUpdates:
         device: torch.device,
         step: int,
         inspector: Inspector,
+        fused: bool = False,
     ) -> None:
         self.syncs = 0
         self.skipped_before = 0  # by a strategy that this one came after
         self._averaging, self._parameters, self._buffers, self._optimizers = averaging, parameters, buffers, optimizers
         self._groups, self._ledger, self._control, self._device = groups, ledger, control, device
-        self._inspector = inspector
+        self._inspector, self._fused = inspector, fused
         self.moments = Moments(optimizers, parameters, ledger, control, device)
         self._drifted = False
         self._agenda = Agenda(averaging, step)
@@ -106,6 +107,7 @@ class LocalUpdates:
             rates,
             self.moments.forget_bad,
             self._inspector,
+            self._fused,
         )
         self.deltas.restart()
         return self.deltas

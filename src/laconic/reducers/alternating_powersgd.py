@@ -58,11 +58,7 @@ class AlternatingPowerSGD(Reducer):
             else:
                 torch.mm(vectors, matrix, out=factor)
         take_rest(message[size:], whole, parts)
-        # The error is worked out at the end where there is room for it: of this rank's own factor, which the mean overwrites.
-        room, own = bucket.residual if whole is bucket.flat else None, sent
-        if room is not None:
-            own = Factors(parts, sent.flat.clone(), wide=not even, across=even)
-        elif bucket.feedback:
+        if bucket.feedback:
             leave_out(whole, *((sent, basis) if even else (basis, sent)))
         message = yield AllReduce(message)
 
@@ -70,13 +66,10 @@ class AlternatingPowerSGD(Reducer):
         good = finite(message)
 
         def finish() -> None:
-            if room is not None and good:
-                leave_out(whole, *((own, basis) if even else (basis, own)), room)
             rebuild(whole, *((averaged, basis) if even else (basis, averaged)), message[size:])
             if whole is not bucket.flat:
                 bucket.flat.copy_(whole)
             key = "p" if even else "q"
             keep_factors(bucket.slots, averaged, warm(bucket, parts, key, not even, self.seed), key, good)
 
-        error = whole if room is None else room
-        return Reduced(bucket.flat, error if bucket.feedback else None, finish, good)
+        return Reduced(bucket.flat, whole if bucket.feedback else None, finish, good)

@@ -35,9 +35,11 @@ class Codec:
     stochastic: Kernel | None = None  # as `quantize`, of (numbers, noise, codes, scales)
     stochastic_left: Kernel | None = None
 
-    def kernels(self) -> list[Kernel]:
+    def kernels(self, *, stochastic: bool = False) -> list[Kernel]:
         """All that can be compiled."""
-        return [value for value in vars(self).values() if isinstance(value, Kernel)]
+        rounding = [self.stochastic, self.stochastic_left] if stochastic else [self.quantize, self.quantize_left]
+        found = [*rounding, self.decode, self.add, self.pack, self.unpack]
+        return [kernel for kernel in found if kernel is not None]
 
     @property
     def parts(self) -> int:

@@ -165,13 +165,11 @@ def rebuild(whole: Tensor, p: Factors, q: Factors, rest: Tensor) -> None:
         span.copy_(piece)
 
 
-def leave_out(whole: Tensor, p: Factors, q: Factors, out: Tensor | None = None) -> None:
-    """The matrices without the product of the factors, in place or into `out`; of what is sent as it is, nothing is left."""
-    left = whole if out is None else out
-    pairs = zip(matrix_views(whole, p.parts), matrix_views(left, p.parts), p.each(), q.each(), strict=True)
-    for matrix, rest, tall, wide in pairs:
-        torch.addmm(matrix, tall.T, wide, alpha=-1, out=rest)
-    for span in _spans(left, p.parts):
+def leave_out(whole: Tensor, p: Factors, q: Factors) -> None:
+    """Take the product of the factors away, in place; of what is sent as it is, nothing is left."""
+    for matrix, tall, wide in zip(matrix_views(whole, p.parts), p.each(), q.each(), strict=True):
+        matrix.addmm_(tall.T, wide, alpha=-1)
+    for span in _spans(whole, p.parts):
         span.zero_()
 
 

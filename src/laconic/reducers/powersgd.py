@@ -64,23 +64,16 @@ class PowerSGD(Reducer):
         q = Factors(parts, torch.empty_like(old.flat), wide=True)
         for matrix, p_, q_ in zip(matrices, p.each(), q.each(), strict=True):
             torch.mm(p_, matrix, out=q_)
-        # The error is worked out at the end where there is room for it: of this rank's own factors, which the mean overwrites.
-        room, own = bucket.residual if whole is bucket.flat else None, q
-        if room is not None:
-            own = Factors(parts, q.flat.clone(), wide=True)
-        elif bucket.feedback:
+        if bucket.feedback:
             leave_out(whole, p, q)
         q = Factors(parts, (yield AllReduce(q.flat)), wide=True)
         good = finite(first) & finite(q.flat)
 
         def finish() -> None:
-            if room is not None and good:
-                leave_out(whole, p, own, room)
             rebuild(whole, p, q, first[parts.tall :])
             if whole is not bucket.flat:
                 bucket.flat.copy_(whole)
             if self.warm_start:
                 keep_factors(bucket.slots, q, old, "q", good)
 
-        error = whole if room is None else room
-        return Reduced(bucket.flat, error if bucket.feedback else None, finish, good)
+        return Reduced(bucket.flat, whole if bucket.feedback else None, finish, good)

@@ -73,7 +73,7 @@ class Quantized(Reducer):
         return two_phase(bucket, CODECS[self.bits], self.block or BLOCKS[self.bits], noise, own_as_is=self.bits == 2)
 
     def kernels(self) -> list[Kernel]:
-        return CODECS[self.bits].kernels()
+        return CODECS[self.bits].kernels(stochastic=self.rounding == "stochastic")
 
     def _noise(self, bucket: Bucket) -> Tensor:
         device = bucket.flat.device

@@ -15,6 +15,8 @@ from laconic._torch.ddp import has_learnt_graph
 from laconic._torch.fsdp import is_dtensor, reshard
 from laconic.comm.scopes import HEARTBEATS, OUTSTANDING, Scope
 from laconic.gradients.dispatcher import Dispatcher
+from laconic.kernels.compiling import Fused
+from laconic.kernels.compiling import checked as fuses
 from laconic.local.fragments import fragments
 from laconic.ranks.groups import check_scopes
 from laconic.ranks.islands import Ranks
@@ -40,6 +42,7 @@ class Arguments:
     uneven: str
     mesh: DeviceMesh | None
     check_every: int  # syncs between two comparisons of the replicas; 0: never
+    fused: Fused
     ranks: Ranks
     sharding: Sharding | None  # None: each rank holds a whole replica
 
@@ -153,6 +156,7 @@ def check(
     replicate: object,
     ranks: Ranks,
     check_every: object,
+    fused: object,
 ) -> Arguments:
     """The plan that these arguments of `attach` make, or an error that says which one is wrong."""
     if not isinstance(model, nn.Module):
@@ -188,7 +192,9 @@ def check(
     check_sharded(chosen, optimizers)
     if ddp is not None:
         _check_ddp(ddp, chosen)
-    return Arguments(module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every, ranks, sharding)
+    return Arguments(
+        module, ddp, parameters, optimizers, scaler, chosen, str(uneven), mesh, check_every, fuses(fused), ranks, sharding
+    )
 
 
 def unwrapped(optimizer: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from laconic._torch.process_groups import control_device
 from laconic.comm.group import TorchGroup
+from laconic.kernels.compiling import CompilerError, prepare
 from laconic.ranks.agreement import agree, agree_apart
 from laconic.ranks.islands import whole
 from laconic.run.arguments import check
@@ -19,6 +20,7 @@ from laconic.run.engine import Engine
 from laconic.run.environment import explain_unread
 from laconic.run.run import Run, engine_of
 from laconic.run.sharding import ranks_of
+from laconic.run.state import kernels_of
 from laconic.run.stats import Observer
 from laconic.strategies.strategy import Advised, Strategy
 
@@ -41,6 +43,7 @@ def attach(
     mesh: DeviceMesh | None = None,
     replicate: str = "replicate",
     check_every: int = 0,
+    fused: bool | Literal["auto"] = "auto",
     advisor: Callable[[Advised], Pilot] | None = None,
 ) -> Run:
     """As `laconic.attach`, which knows an advisor. Without one, a strategy that leaves the choice to it is refused."""
@@ -53,9 +56,11 @@ def attach(
     ranks = whole(ddp.process_group) if ddp else ranks_of(model, mesh, replicate)
     everyone, device = TorchGroup(ranks.everyone, places=ranks.places), control_device(ranks.everyone)
     try:
-        given = check(model, optimizer, strategy, scaler, uneven, mesh, replicate, ranks, check_every)
+        given = check(model, optimizer, strategy, scaler, uneven, mesh, replicate, ranks, check_every, fused)
         pilot = _pilot(given.strategy, advisor)
-    except (TypeError, ValueError) as problem:
+        if given.fused is True:
+            prepare(kernels_of(given.strategy), given.fused, next(iter(given.parameters.values())).device)
+    except (TypeError, ValueError, CompilerError) as problem:
         agree([], problem, everyone, device)
         raise
     identity = agree(given.facts(), None, everyone, device)

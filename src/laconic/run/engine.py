@@ -21,6 +21,7 @@ from laconic.comm.scopes import BACKGROUND
 from laconic.gradients.hook import GradientHook
 from laconic.gradients.in_backward import InBackward
 from laconic.gradients.ready_order import ReadyOrder
+from laconic.kernels.compiling import prepare
 from laconic.local.parameter_averaging import ParameterAverager
 from laconic.local.updates import LocalUpdates
 from laconic.ranks.agreement import agree, gather_texts
@@ -31,7 +32,7 @@ from laconic.run.arguments import Arguments, attached, scopes, unwrapped
 from laconic.run.clock import Clock
 from laconic.run.residuals import Residuals
 from laconic.run.second_moment import SecondMoment
-from laconic.run.state import memory_of
+from laconic.run.state import kernels_of, memory_of
 from laconic.run.stats import Advice, Counter, Observer
 from laconic.strategies.routes import silent
 from laconic.strategies.strategy import Averaging
@@ -57,7 +58,7 @@ class Engine:
         self.module, self.parameters, self.optimizers = given.module, given.parameters, given.optimizers
         self.uneven, self.scaler, self.mesh, self._check_every = given.uneven, given.scaler, given.mesh, given.check_every
         self.ddp = given.ddp  # let go of by `end`: a dead DDP must not linger beside a new one over the same module
-        self.device = control_device(given.ranks.everyone)
+        self.device, self._fused = control_device(given.ranks.everyone), given.fused
         names = {id(parameter): name for name, parameter in given.module.named_parameters()}
         self.memory: dict[str, Slot] = {name: {} for name in names.values()}
         self.residuals = Residuals(self.memory)
@@ -376,7 +377,16 @@ class Engine:
             self.device,
             self.clock.step,
             self.inspector,
+            self.fuse(),
         )
+
+    def fuse(self) -> bool:
+        """Whether the strategy of now may use compiled kernels; those that are missing get compiled."""
+        device = next(iter(self.parameters.values())).device
+        fused = prepare(kernels_of(self.strategy), self._fused, device)
+        if self.hook is not None:
+            self.hook.fused = fused
+        return fused
 
     def watch_order(self) -> None:
         """If gradients will be averaged, see in which order DDP makes them ready."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL
 from laconic.comm.flat_tensors import local
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Memory
 from laconic.run.stats import Counts
 from laconic.strategies.parsing import saved
@@ -118,6 +119,12 @@ def memory_of(strategy: Strategy) -> dict[str, Memory]:
     """Whose each key of a strategy's memory is, as its reducers declare it."""
     deltas = strategy.averaging.deltas if strategy.averaging else None
     return {**strategy.reducer.all_memory(), **(deltas.reducer.all_memory() if deltas else {})}
+
+
+def kernels_of(strategy: Strategy) -> list[Kernel]:
+    """What a strategy's reducers can have compiled."""
+    deltas = strategy.averaging.deltas if strategy.averaging else None
+    return [*strategy.reducer.kernels(), *(deltas.reducer.kernels() if deltas else [])]
 
 
 def declared(state: Mapping[str, Any]) -> dict[str, Memory]:

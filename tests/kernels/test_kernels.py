@@ -1,0 +1,186 @@
+"""Every kernel compiled gives the bits of the function itself; what can't be compiled is said, and nobody waits."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import laconic
+from laconic.kernels import cache, compiling
+from laconic.kernels.compiling import CompilerError, prepare
+from laconic.kernels.kernel import Kernel, Spec
+from laconic.reducers import discover
+from tests.reducers.every import EVERY, bits
+
+CPU = torch.device("cpu")
+discover()
+# Compiling takes four seconds each. These have all that differs: a reduction, codes in a byte and in part of one, floats.
+SOME = ["int8-quantize-left", "int8-add", "trits-unpack", "e4m3-decode"]
+THE_REST = [name for name in Kernel.known if name not in SOME]
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("LACONIC_CACHE", str(tmp_path))
+    cache.forget()
+    yield tmp_path
+    cache.forget()
+
+
+def filled(spec: Spec, sizes: dict[str, int], draw: torch.Generator) -> Tensor:
+    """Numbers of all sizes, zeros and next to nothing among them; codes of all kinds."""
+    shape = [sizes[size] for size in spec.sizes]
+    numbers = torch.randn(shape, generator=draw) * torch.exp(8 * torch.randn(shape[:1], generator=draw)).view(
+        -1, *[1] * (len(shape) - 1)
+    )
+    if spec.dtype == torch.float32:
+        numbers[::7] = 0
+        numbers[3::11] *= 1e-42
+        return numbers
+    return (
+        torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8).view(spec.dtype)
+        if spec.dtype.itemsize == 1
+        else numbers.to(spec.dtype)
+    )
+
+
+def same(kernel: Kernel) -> None:
+    prepare([kernel], True, CPU)
+    names = list(dict.fromkeys(size for spec in kernel.specs for size in spec.sizes))
+    for seed, chosen in enumerate([(2, 2), (3, 5), (64, 64), (37, 512), (301, 129), (4097, 257)]):
+        draw = torch.Generator().manual_seed(seed)
+        sizes = dict(zip(names, chosen, strict=False))
+        eager = [filled(spec, sizes, draw) for spec in kernel.specs]
+        if "quantize" in kernel.name or "stochastic" in kernel.name:  # scales that codes can be made with
+            eager[-1] = eager[0].abs().amax(1)
+        fused = [tensor.clone() for tensor in eager]
+        kernel(*eager)
+        assert cache.loaded(kernel, CPU) is not None
+        kernel(*fused, fused=True)
+        for number, (one, other) in enumerate(zip(eager, fused, strict=True)):
+            assert torch.equal(bits(one), bits(other)), (kernel.name, sizes, number)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_compiled_and_eager_give_the_same_bits(name: str) -> None:
+    same(Kernel.known[name])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", THE_REST)
+def test_all_others_give_the_same_bits(name: str) -> None:
+    same(Kernel.known[name])
+
+
+def test_pieces_give_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in Kernel.known.values():
+        sizes = {"blocks": 40, "length": 24, "bytes": 960}
+        draw = torch.Generator().manual_seed(0)
+        whole = [filled(spec, sizes, draw) for spec in kernel.specs]
+        parts = [tensor.clone() for tensor in whole]
+        kernel(*whole)
+        monkeypatch.setattr("laconic.kernels.kernel.PIECE", 100)
+        kernel(*parts)
+        monkeypatch.undo()
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(whole, parts, strict=True)), kernel.name
+
+
+def test_every_kernel_belongs_to_a_reducer() -> None:
+    reducers = [*EVERY, laconic.Quantized(8, rounding="stochastic"), laconic.ErrorFeedback(laconic.Float8("e5m2"))]
+    assert {kernel.name for reducer in reducers for kernel in reducer.kernels()} == set(Kernel.known)
+
+
+def test_auto_compiles_in_the_background_and_the_next_process_finds_it(empty_cache: Path) -> None:
+    kernel = Kernel.known["int8-decode"]
+    codes, scales, out = torch.ones(4, 8, dtype=torch.int8), torch.ones(4), torch.zeros(4, 8)
+    began = time.monotonic()
+    assert prepare([kernel], "auto", CPU)
+    assert time.monotonic() - began < 2, "nobody waits"
+    kernel(codes, scales, out, fused=True)
+    assert out.eq(1).all(), "as it is, until then"
+    while cache.loaded(kernel, CPU) is None:
+        assert time.monotonic() - began < 120
+        time.sleep(0.2)
+    kernel(codes, scales.mul_(3), out, fused=True)
+    assert out.eq(3).all()
+    assert {path.suffix for path in (empty_cache / "kernels").iterdir()} == {".pt2", ""}, (
+        "the kernel and the lock, nothing else"
+    )
+    assert not cache.file(kernel, CPU).stat().st_mode & 0o077
+    found = subprocess.run(
+        [sys.executable, "-c", "import torch, laconic.reducers.quantized, laconic.kernels.kernel as k, laconic.kernels.cache as c; "
+         "print(c.loaded(k.Kernel.known['int8-decode'], torch.device('cpu')) is not None)"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == "True"
+
+
+def test_a_file_that_others_could_have_written_is_not_run(empty_cache: Path) -> None:
+    kernel = Kernel.known["int8-decode"]
+    path = cache.file(kernel, CPU)
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_bytes(b"")
+    path.chmod(0o666)
+    assert not cache.trusted(path)
+    assert cache.loaded(kernel, CPU) is None
+
+
+def test_a_damaged_file_is_said_and_not_used(empty_cache: Path) -> None:
+    kernel = Kernel.known["int8-decode"]
+    path = cache.file(kernel, CPU)
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.write_bytes(b"no archive")
+    path.chmod(0o600)
+    out = torch.zeros(2, 2)
+    with pytest.warns(UserWarning, match="can't be loaded and is not used"):
+        kernel(torch.ones(2, 2, dtype=torch.int8), torch.ones(2), out, fused=True)
+    assert out.eq(1).all()
+
+
+def test_without_a_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    started: list[object] = []
+    monkeypatch.setattr(compiling, "_start", lambda *given, **named: started.append(given))
+    kernel = Kernel.known["int8-decode"]
+    assert prepare([kernel], "auto", CPU), "what is there already may be used"
+    assert not started
+    with pytest.raises(CompilerError, match=r"no g\+\+ or clang\+\+"):
+        prepare([kernel], True, CPU)
+    assert not prepare([kernel], False, CPU)
+
+
+def test_what_the_compiler_says_is_kept_and_auto_does_not_try_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = empty_cache / "g++"
+    fails.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fails))
+    kernel = Kernel.known["int8-decode"]
+    with pytest.raises(CompilerError, match="int8-decode can't be compiled here"):
+        prepare([kernel], True, CPU)
+    assert cache.failure(kernel, CPU).exists()
+    started: list[object] = []
+    monkeypatch.setattr(compiling, "_start", lambda *given, **named: started.append(given))
+    assert prepare([kernel], "auto", CPU)
+    assert not started
+
+
+@pytest.mark.parametrize(("given", "environment", "wanted"), [("auto", "1", True), ("auto", "0", False), ("auto", "auto", "auto"), (True, "0", True), (False, "1", False)])  # fmt: skip
+def test_the_environment_stands_for_auto(
+    given: object, environment: str, wanted: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(os.environ, "LACONIC_FUSED", environment)
+    assert compiling.checked(given) == wanted
+
+
+def test_wrong_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="fused must be 'auto', True or False, got 'yes'"):
+        compiling.checked("yes")
+    monkeypatch.setenv("LACONIC_FUSED", "yes")
+    with pytest.raises(ValueError, match="LACONIC_FUSED must be 1, 0 or auto, got 'yes'"):
+        compiling.checked("auto")
