@@ -25,6 +25,13 @@ SOME = ["int8-quantize-left", "int8-add", "trits-unpack", "e4m3-decode"]
 THE_REST = [name for name in Kernel.known if name not in SOME]
 
 
+LOADED = """
+import torch, laconic.reducers.quantized
+from laconic.kernels import cache, kernel
+print(cache.loaded(kernel.Kernel.known["int8-decode"], torch.device("cpu")) is not None)
+"""
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("LACONIC_CACHE", str(tmp_path))
@@ -50,6 +57,11 @@ def filled(spec: Spec, sizes: dict[str, int], draw: torch.Generator) -> Tensor:
     )
 
 
+def known_bits(tensor: Tensor) -> Tensor:
+    """Its bits; those of a NaN depend on who makes it."""
+    return bits(tensor.nan_to_num(float("nan"))) if tensor.dtype == torch.float32 else bits(tensor)
+
+
 def same(kernel: Kernel) -> None:
     prepare([kernel], True, CPU)
     names = list(dict.fromkeys(size for spec in kernel.specs for size in spec.sizes))
@@ -64,7 +76,7 @@ def same(kernel: Kernel) -> None:
         assert cache.loaded(kernel, CPU) is not None
         kernel(*fused, fused=True)
         for number, (one, other) in enumerate(zip(eager, fused, strict=True)):
-            assert torch.equal(bits(one), bits(other)), (kernel.name, sizes, number)
+            assert torch.equal(known_bits(one), known_bits(other)), (kernel.name, sizes, number)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -109,15 +121,9 @@ def test_auto_compiles_in_the_background_and_the_next_process_finds_it(empty_cac
         time.sleep(0.2)
     kernel(codes, scales.mul_(3), out, fused=True)
     assert out.eq(3).all()
-    assert {path.suffix for path in (empty_cache / "kernels").iterdir()} == {".pt2", ""}, (
-        "the kernel and the lock, nothing else"
-    )
+    assert {path.suffix for path in (empty_cache / "kernels").iterdir()} == {".pt2", ""}, "the kernel, the lock, nothing else"
     assert not cache.file(kernel, CPU).stat().st_mode & 0o077
-    found = subprocess.run(
-        [sys.executable, "-c", "import torch, laconic.reducers.quantized, laconic.kernels.kernel as k, laconic.kernels.cache as c; "
-         "print(c.loaded(k.Kernel.known['int8-decode'], torch.device('cpu')) is not None)"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
+    found = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "True"
 
 
@@ -170,7 +176,10 @@ def test_what_the_compiler_says_is_kept_and_auto_does_not_try_again(empty_cache:
     assert not started
 
 
-@pytest.mark.parametrize(("given", "environment", "wanted"), [("auto", "1", True), ("auto", "0", False), ("auto", "auto", "auto"), (True, "0", True), (False, "1", False)])  # fmt: skip
+FUSED = [("auto", "1", True), ("auto", "0", False), ("auto", "auto", "auto"), (True, "0", True), (False, "1", False)]
+
+
+@pytest.mark.parametrize(("given", "environment", "wanted"), FUSED)
 def test_the_environment_stands_for_auto(
     given: object, environment: str, wanted: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

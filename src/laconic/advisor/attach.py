@@ -43,9 +43,9 @@ def attach(
       model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
     - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
       `check_replicas`.
-    - `fused`: whether encoding and decoding run compiled, to the same bits. "auto": on a CPU with a C++ compiler, which runs once
-      a machine, in a process of its own; until it is done, nobody waits. True: always, and `attach` waits for the compiler.
-      False: never.
+    - `fused`: whether encoding and decoding run compiled, to the same bits. "auto": on a CPU with a C++ compiler, which runs
+      once a machine, in a process of its own; nobody waits for it. True: always, and `attach` waits for the compiler. False:
+      never.
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
