@@ -1,5 +1,6 @@
 """Have kernels compiled, by a process of its own: once a machine, and no step waits for it."""
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ class CompilerError(RuntimeError):
     """What was asked for can't be compiled here."""
 
 
-_processes: list[subprocess.Popen[bytes]] = []
+_background: list[subprocess.Popen[bytes]] = []  # kept so that those that have ended don't linger as zombies
 
 
 def checked(fused: object) -> Fused:
@@ -50,8 +51,8 @@ def prepare(kernels: Iterable[Kernel], fused: Fused, device: torch.device) -> bo
     if fused == "auto":
         missing = [kernel for kernel in missing if not cache.failure(kernel, device).exists()]
         if missing and compiler() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            _processes[:] = [process for process in _processes if process.poll() is None]
-            _processes.append(_start(missing, device, nice=19))
+            _background[:] = [process for process in _background if process.poll() is None]
+            _background.append(_start(missing, device, nice=19))
         return True
     if missing:
         _compile_now(missing, device)
@@ -101,3 +102,10 @@ def _without_launcher(environment: "os._Environ[str]") -> dict[str, str]:
     ours = ("LACONIC_", "TORCHELASTIC_")
     rank = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     return {name: value for name, value in environment.items() if not name.startswith(ours) and name not in rank}
+
+
+@atexit.register
+def _leave() -> None:
+    """Compilation goes on when this process ends, and Python need not warn of it."""
+    for process in _background:
+        process.returncode = process.poll() or 0

@@ -27,8 +27,8 @@ class Kernel:
     """A function that reads its tensors and writes some of them, number by number or row by row of the first dimension.
 
     `kernel(*tensors, fused=True)` runs what was compiled of it, as soon as that is there, and the function itself until then,
-    on other devices and for sizes below two. Both give the same bits, but for those of a NaN: tests/kernels holds every kernel to
-    it, so ranks may change over at different steps.
+    on other devices and for sizes below two. Both give the same bits, but for those of a NaN, so ranks may change over at
+    different steps: tests/kernels holds every kernel to it.
     """
 
     known: ClassVar[dict[str, "Kernel"]] = {}
