@@ -62,14 +62,17 @@ class HandedBack:
     def complete(self) -> None:
         """DDP has all its means; raises what ended its wait."""
         since, self._waiting_since = self._waiting_since, 0.0
+        # Not kept: a handle leads to its future, that to `arrived`, and that back here.
+        sent, self._sent = self._sent, []
         if self._error is not None:
+            self._sent = sent  # to be abandoned
             raise self._error
-        for handle, _, flat in self._sent:
+        for handle, _, flat in sent:
             try:
                 handle.wait()
             except RuntimeError as error:
                 raise self._named(error, flat) from error
-        blocking = all(flat.device.type == "cpu" for _, _, flat in self._sent)
+        blocking = all(flat.device.type == "cpu" for _, _, flat in sent)
         self._ledger.wait(max(self._arrived - since, 0.0) if blocking else None)
 
     def abandon(self, seconds: float) -> bool:

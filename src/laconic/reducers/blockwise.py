@@ -13,6 +13,8 @@ from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import finite
 from laconic.reducers.codecs import Codec
 
+SHORT = 4096  # what is left of a parameter behind its whole blocks is taken together with others', up to so many numbers
+
 
 class Run(NamedTuple):
     """`blocks` neighbouring blocks of the same length."""
@@ -34,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank owns of a bucket: runs of whole blocks, and shorter ones where a parameter or the part ends."""
+    """What one rank owns of a bucket: runs of blocks, and short blocks where a parameter or the part ends."""
 
     runs: tuple[Run, ...]
     short: tuple[tuple[int, int], ...]  # start and length
@@ -86,23 +88,34 @@ def _part(pieces: Iterable[tuple[int, int]], block: int) -> Part:
     blocks = 0
     for start, stop in pieces:
         whole, rest = divmod(stop - start, block)
-        if whole and runs and runs[-1].numbers.stop == start:
+        if whole and runs and (runs[-1].numbers.stop, runs[-1].length) == (start, block):
             runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + whole)
         elif whole:
             runs.append(Run(start, whole, block, blocks))
         blocks += whole
-        if rest:
+        if rest > SHORT:
+            runs.append(Run(stop - rest, 1, rest, blocks))
+            blocks += 1
+        elif rest:
             short.append((stop - rest, rest))
     return Part(tuple(runs), tuple(short), blocks + len(short))
 
 
-@lru_cache(maxsize=4096)
-def _table(short: tuple[tuple[int, int], ...], block: int, device: torch.device) -> "_Table":
+def _table(short: tuple[tuple[int, int], ...], like: Tensor) -> "_Table":
+    # A tensor of another kind, such as one that is only traced, can't be picked from by tensors that are kept.
+    return _kept_table(short, like.device) if type(like) is Tensor else _new_table(short, like.device)
+
+
+def _new_table(short: tuple[tuple[int, int], ...], device: torch.device) -> "_Table":
+    block = max(length for _, length in short)
     places = [torch.arange(start, start + length) for start, length in short]
     seats = [torch.arange(row * block, row * block + length) for row, (_, length) in enumerate(short)]
     # Two rows at least: a compiled kernel takes no less.
     lengths = torch.tensor([float(length) for _, length in short] + [1.0] * (2 - len(short)))
     return _Table(torch.cat(places).to(device), torch.cat(seats).to(device), lengths.to(device), block)
+
+
+_kept_table = lru_cache(maxsize=4096)(_new_table)
 
 
 class _Table(NamedTuple):
@@ -145,7 +158,7 @@ def two_phase(
         return Reduced(flat)
     # Whole words of codes, so that the scales behind them are aligned.
     plan = layout(tuple(view.numel() for view in bucket.views), block, world, codec.per_word)
-    coder = _Coder(codec, plan, block, bucket.fused)
+    coder = _Coder(codec, plan, bucket.fused)
     error = flat if bucket.feedback else None
     spans = [slice(min(rank * plan.chunk, flat.numel()), min((rank + 1) * plan.chunk, flat.numel())) for rank in range(world)]
     mine, part = spans[bucket.rank], plan.parts[bucket.rank]
@@ -191,7 +204,6 @@ class _Coder(NamedTuple):
 
     codec: Codec
     plan: Layout
-    block: int
     fused: bool
 
     @property
@@ -209,16 +221,16 @@ class _Coder(NamedTuple):
         scales = message[self.codes_bytes :].view(torch.float32)
         scales[part.blocks :] = 0
         for run in part.runs:
-            matrix, chance = source[run.numbers].view(-1, self.block), None
+            matrix, chance = source[run.numbers].view(-1, run.length), None
             if noise is not None:
-                chance = noise[run.numbers].view(-1, self.block)
+                chance = noise[run.numbers].view(-1, run.length)
             numbers = matrix.float()
-            self._find_scales(numbers, scales[run.scales], self.block)
-            self._quantize(numbers, chance, codes[run.numbers].view(-1, self.block), scales[run.scales], left=left)
+            self._find_scales(numbers, scales[run.scales], run.length)
+            self._quantize(numbers, chance, codes[run.numbers].view(-1, run.length), scales[run.scales], left=left)
             if left and numbers.dtype != matrix.dtype:
                 matrix.copy_(numbers)
         if part.short:
-            table = _table(part.short, self.block, source.device)
+            table = _table(part.short, source)
             numbers = table.fill(source, torch.float32)
             chance = None if noise is None else table.fill(noise, torch.float32)
             written = torch.empty_like(numbers, dtype=codes.dtype)
@@ -237,13 +249,13 @@ class _Coder(NamedTuple):
         scales = message[self.codes_bytes :].view(torch.float32)
         kernel = self.codec.add if add else self.codec.decode
         for run in part.runs:
-            matrix = out[run.numbers].view(-1, self.block)
+            matrix = out[run.numbers].view(-1, run.length)
             numbers = matrix if matrix.dtype == torch.float32 else torch.empty_like(matrix, dtype=torch.float32)
-            kernel(codes[run.numbers].view(-1, self.block), scales[run.scales], numbers, fused=self.fused)
+            kernel(codes[run.numbers].view(-1, run.length), scales[run.scales], numbers, fused=self.fused)
             if numbers is not matrix:
                 matrix.copy_(numbers)
         if part.short:
-            table = _table(part.short, self.block, out.device)
+            table = _table(part.short, out)
             written = table.fill(_bytes(codes), torch.int8).view(codes.dtype)
             numbers = torch.empty_like(written, dtype=torch.float32)
             factors = scales.new_zeros(len(numbers))

@@ -9,6 +9,7 @@ import torch
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll
 from laconic.comm.exchange import Exchange, Reduced
+from laconic.kernels.kernel import PIECE
 from laconic.reducers.base import Reducer, finite
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,14 +64,18 @@ class Cast(Reducer):
         else:
             rows = yield AllToAll(message.view(world, -1))
             del message  # here and below: what has been read makes room for what comes
-            total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
-            for row in rows[1:]:
-                total += row
-            mine = total.mul_(1 / (world * scale)).to(dtype)
-            if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
-                own = error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
-                own.add_(total.sub_(mine)[: len(own)], alpha=world)
-            del rows, row, total
+            mine = torch.empty_like(rows[0])
+            own = None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
+            for start in range(0, len(mine), PIECE):  # what is summed stays in the cache
+                place = slice(start, start + PIECE)
+                total = rows[0, place].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
+                for row in rows[1:, place]:
+                    total += row
+                mine[place] = total.mul_(1 / (world * scale))
+                if own is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
+                    part = own[place]
+                    part.add_(total.sub_(mine[place])[: len(part)], alpha=world)
+            del rows
             mean = (yield AllGather(mine)).view(-1)
 
         def finish() -> None:
