@@ -82,7 +82,7 @@ def test_compiled_and_eager_give_the_same_bits(name: str) -> None:
 
 def test_pieces_give_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in Kernel.known.values():
-        sizes = {"blocks": 40, "length": 24, "bytes": 960}
+        sizes = {"blocks": 40, "length": 24, "bytes": 960, "rows": 40, "columns": 24}
         draw = torch.Generator().manual_seed(0)
         whole = [filled(spec, sizes, draw) for spec in kernel.specs]
         parts = [tensor.clone() for tensor in whole]

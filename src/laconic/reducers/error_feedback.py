@@ -52,11 +52,13 @@ class ErrorFeedback(Reducer):
         kept = joined(bucket, RESIDUAL)
         if kept is not None:
             add_scaled(bucket.flat, kept, self.decay * bucket.scale)
-        mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True))
+        # The residual can be written in place where asking for the verdict costs nothing, and no scale has to be taken out.
+        room = None if isinstance(bucket.scale, Tensor) or bucket.flat.device.type != "cpu" else kept
+        mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True, residual=room))
         verdict = finite(mean) if good is None else good
 
         def take() -> None:
-            if error is None and kept is None:
+            if (error is None and kept is None) or (error is not None and error is room):
                 return
             memory = kept if kept is not None else joined(bucket, RESIDUAL, create=True)
             assert memory is not None

@@ -9,9 +9,23 @@ import torch
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllReduce
 from laconic.comm.exchange import Exchange, Reduced
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer, checked_rank, finite
 from laconic.reducers.exact import Exact
-from laconic.reducers.lowrank import Factors, Split, keep_factors, leave_out, matrix_views, rebuild, split, take_rest, warm
+from laconic.reducers.lowrank import (
+    Factors,
+    Split,
+    end,
+    endings,
+    ends_at_once,
+    keep_factors,
+    leave_out,
+    matrix_views,
+    rebuild,
+    split,
+    take_rest,
+    warm,
+)
 
 
 @dataclass(frozen=True)
@@ -64,16 +78,25 @@ class PowerSGD(Reducer):
         q = Factors(parts, torch.empty_like(old.flat), wide=True)
         for matrix, p_, q_ in zip(matrices, p.each(), q.each(), strict=True):
             torch.mm(p_, matrix, out=q_)
-        if bucket.feedback:
+        at_once = ends_at_once(bucket, whole, self.rank)
+        own = Factors(parts, q.flat.clone(), wide=True) if at_once else q  # the mean overwrites it
+        if bucket.feedback and not at_once:
             leave_out(whole, p, q)
         q = Factors(parts, (yield AllReduce(q.flat)), wide=True)
         good = finite(first) & finite(q.flat)
 
         def finish() -> None:
-            rebuild(whole, p, q, first[parts.tall :])
+            if at_once:
+                end(bucket, p, own, q, first[parts.tall :], good)
+            else:
+                rebuild(whole, p, q, first[parts.tall :])
             if whole is not bucket.flat:
                 bucket.flat.copy_(whole)
             if self.warm_start:
                 keep_factors(bucket.slots, q, old, "q", good)
 
-        return Reduced(bucket.flat, whole if bucket.feedback else None, finish, good)
+        error = bucket.residual if at_once else whole
+        return Reduced(bucket.flat, error if bucket.feedback else None, finish, good)
+
+    def kernels(self) -> list[Kernel]:
+        return endings(self.rank)
