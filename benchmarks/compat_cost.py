@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness import Ratio, Timing, interleave, ratio, report, stepper
+from benchmarks.harness import Ratio, Timing, compile_all, interleave, ratio, report, stepper
 from tests.live import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
@@ -45,6 +45,7 @@ def measure(rank: int, name: str) -> dict[str, Timing]:
 
 def main() -> None:
     """Two ranks, one core each."""
+    compile_all()
     rows: list[dict[str, object]] = []
     ratios: list[Ratio] = []
     for name in NAMES:

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
 import laconic
-from benchmarks.harness import Timing, interleave, ratio, relative, report, stack, stepper
+from benchmarks.harness import Timing, compile_all, interleave, ratio, relative, report, stack, stepper
 from tests.live import ranks_within
 
 LAYERS, WIDTH, BATCH, STEPS, REPEATS = 16, 512, 64, 5, 40
@@ -38,6 +38,7 @@ def measure(rank: int) -> dict[str, Timing]:
 
 def main() -> None:
     """Two ranks, one core each."""
+    compile_all()
     timings = ranks_within(900, 2, measure)[0]
     rows = relative(timings, "hook", "torch allreduce_hook")
     legend = (

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.harness import Timing, median_error, ratio, report
+from benchmarks.harness import Timing, compile_all, median_error, ratio, report
 from laconic.cost.link import Link, parse
 from laconic.lab.link import sent_bytes, start
 from laconic.lab.tasks import BytesGPT
@@ -118,6 +118,7 @@ def row(name: str, found: Mapping[str, list[Any]]) -> dict[str, object]:
 
 def main() -> None:
     """One table a link."""
+    compile_all()
     for text, few in LINKS.items():
         rows, ratios = [], []
         for group in GROUPS:
