@@ -13,9 +13,9 @@ from laconic.comm.bucket import Bucket, Slot
 from laconic.kernels.kernel import Kernel, Spec
 from laconic.reducers.randomness import normal
 
-# Up to this rank, the mean and the error are written in one pass, vector by vector. On 19 MB, one core, one and two vectors took
-# 1.0 ms compiled, 2.2 and 4.0 as it is, 1.6 and 4.5 by matrix products and a copy. Four took 1.7, 6.5 and 4.2: too slow where
-# nothing can be compiled, and ranks that compile later than others need the same bits.
+# Up to this rank, the mean and the error are written in one pass, vector by vector. On 19 MB, one core, one and two vectors
+# took 1.0 ms compiled, 2.2 and 4.0 as it is, 1.6 and 4.5 by matrix products and a copy. Four took 1.7, 6.5 and 4.2: too slow
+# where nothing can be compiled, and ranks that compile later than others need the same bits.
 FEW = 2
 
 
