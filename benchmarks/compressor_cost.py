@@ -164,8 +164,8 @@ def main() -> None:
                 }
             )
     legend = (
-        "Time of one exchange of a transformer block's gradients (19 MB of fp32), error feedback on in both PowerSGDs, over gloo on "
-        f"loopback without a limit, kernels compiled; {REPEATS} interleaved repeats. 'relative': the median over repeats of "
+        "Time of one exchange of a transformer block's gradients (19 MB of fp32), with error feedback in PowerSGD, over gloo "
+        f"on loopback without a limit, kernels compiled; {REPEATS} interleaved repeats. 'relative': the median over repeats of "
         "ours to torch's, each pair taken at the same time, and its standard error. 'copies': how many times copying the "
         "bucket takes as long: the distance to the memory's own limit."
     )

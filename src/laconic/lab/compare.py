@@ -11,7 +11,7 @@ from typing import Any
 
 import laconic
 from laconic.cost.link import Link
-from laconic.lab import host_speeds, warm_start
+from laconic.lab import compiled, host_speeds, warm_start
 from laconic.lab.link import refusal
 from laconic.lab.workers import Workers
 from laconic.report import comparison_records as records
@@ -141,6 +141,7 @@ def train(jobs: Sequence[tuple[str, int]], comparison: Comparison, results: Resu
         return
     link = Link() if results.link_note else comparison.link
     seeds = {seed for _, seed in jobs}
+    compiled.ensure([strategy for strategy, _ in jobs], board.say)
     starts = warm_start.ensure(comparison.task, comparison.warm, seeds, comparison.workers, results.fingerprint, board.say)
     probe = host_speeds.ensure(
         comparison.workers, comparison.island_size, cables=link.bits_per_second is not None, say=board.say
