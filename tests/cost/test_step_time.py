@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from laconic.comm import collectives
 from laconic.cost.link import Link
-from laconic.cost.network import BOTH_WAYS, HALF_BYTES, HEADERS, Cable, Network, Speed, framing
+from laconic.cost.network import BOTH_WAYS, CROSSING_BYTES, HALF_BYTES, HEADERS, Cable, Network, Speed, framing
 from laconic.cost.step_time import Compute, Exchange, Step, slowest_of, step_time
 
 RATE = 1_000_000  # bytes a second
@@ -156,12 +157,19 @@ def test_long_messages_both_ways_take_longer_than_their_bytes() -> None:
     rate = 100e6
     for kind in KINDS:
         small, large = (framing(kind, size, 4, rate) for size in (1e3, 1e9))
-        most = 0.0 if kind == "AllGather" else BOTH_WAYS[kind]
+        most = 0.0 if kind == "AllGather" else BOTH_WAYS["AllReduce"]
         assert [small, large] == pytest.approx([HEADERS, HEADERS + most], abs=1e-3)
-    assert framing("AllGather", 1e9, 2, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllGather"], abs=1e-3)
     assert framing("AllToAll", 3 * HALF_BYTES, 4, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllToAll"] / 2)
+    assert framing("AllGather", HALF_BYTES, 2, rate) == pytest.approx(HEADERS + BOTH_WAYS["AllGather"] / 2)
     lab = Network(Link(int(rate)), both_ways=True)
-    assert lab.cable_bytes("AllToAll", 1e9, 4) == pytest.approx(1e9 * (HEADERS + BOTH_WAYS["AllToAll"]), rel=1e-3)
+    assert lab.cable_bytes("AllToAll", 3 * HALF_BYTES, 4) == pytest.approx(3 * HALF_BYTES * (HEADERS + 0.45))
+
+
+def test_messages_that_are_received_first_lose_as_little_as_an_all_reduce() -> None:
+    assert CROSSING_BYTES == collectives.CROSSING_BYTES
+    for kind, world in (("AllToAll", 2), ("AllToAll", 4), ("AllGather", 2)):
+        below, above = (framing(kind, (world - 1) * size, world, 100e6) for size in (CROSSING_BYTES - 1, CROSSING_BYTES))
+        assert below > HEADERS + BOTH_WAYS["AllReduce"] > above
 
 
 def test_a_link_s_headers_or_what_a_probe_has_measured() -> None:

@@ -12,6 +12,8 @@ HEADERS = 1.05
 # of that at the size below, which is that of a link of 100 Mbit/s. Collectives of gloo, behind the lab's links of 30 and
 # 300 Mbit/s with 2 and 4 hosts: docs/advisor.md. In an all-gather among more than two, nobody sends to whom he hears.
 BOTH_WAYS = {"AllReduce": 0.1, "AllGather": 0.65, "AllToAll": 0.9}
+# Messages of so many bytes are received first, and lose no more than an all-reduce does: `_Crossing` in comm/collectives.py.
+CROSSING_BYTES = 1 << 20
 HALF_BYTES, HALF_RATE, HALF_POWER = 600e3, 100e6, 0.375
 
 
@@ -19,12 +21,14 @@ def framing(kind: str, wire_bytes: float, world: int, bits_per_second: float) ->
     """Seconds of one of gloo's collectives on a limited link, over those of its bytes at the link's rate.
 
     >>> [round(framing("AllToAll", size, 4, 100e6), 2) for size in (1e5, 1e6, 1e7)]
-    [1.05, 1.26, 1.92]
+    [1.05, 1.26, 1.15]
     """
     most = 0.0 if kind == "AllGather" and world > 2 else BOTH_WAYS.get(kind, 0.0)
     messages = (world - 1) * (2 if kind == "AllReduce" else 1)
     half = HALF_BYTES * math.pow(bits_per_second / HALF_RATE, HALF_POWER)
     size = wire_bytes / max(1, messages)
+    if size >= CROSSING_BYTES and most:
+        most = BOTH_WAYS["AllReduce"]
     return HEADERS + most * size**2 / (size**2 + half**2)
 
 
