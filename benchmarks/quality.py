@@ -90,18 +90,18 @@ def main() -> None:
     torch.set_num_threads(1)
     reducers: list[Reducer] = [laconic.Exact()]
     for lossy in LOSSY:
-        reducers += [lossy, laconic.ErrorFeedback(lossy)]
+        reducers += [lossy, laconic.ErrorFeedback(lossy), laconic.ErrorFeedback(lossy, dtype="bf16")]
     rows: list[dict[str, object]] = []
     base = 0
     for reducer in reducers:
         outcomes = [train(reducer, seed) for seed in range(SEEDS)]
         base = base or outcomes[0].wire_bytes
-        fed = isinstance(reducer, laconic.ErrorFeedback)
+        fed = reducer.dtype or "yes" if isinstance(reducer, laconic.ErrorFeedback) else ""
         accuracies = [100 * outcome.accuracy for outcome in outcomes]
         rows.append(
             {
                 "reducer": render(reducer.inner if isinstance(reducer, laconic.ErrorFeedback) else reducer),
-                "feedback": "yes" if fed else "",
+                "feedback": fed,
                 "test accuracy, %": f"{statistics.mean(accuracies):.1f} ± {statistics.stdev(accuracies):.1f}",
                 "train loss": f"{statistics.mean(outcome.loss for outcome in outcomes):.4f}",
                 "bytes a step": outcomes[0].wire_bytes,

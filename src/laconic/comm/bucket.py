@@ -46,27 +46,30 @@ class Bucket:
         return self.exchanges
 
 
-def joined(bucket: Bucket, key: str, *, create: bool = False) -> Tensor | None:
+def joined(bucket: Bucket, key: str, *, create: bool = False, dtype: torch.dtype | None = None) -> Tensor | None:
     """The slots' tensors of that key as one flat tensor, laid out as `bucket.flat`; None where no slot has one.
+
+    They have that `dtype`, or that of `bucket.flat`.
 
     As long as DDP's buckets stay the same, the slots hold neighbouring views of one tensor, and this only finds it again.
     Otherwise the numbers are brought together in a new one. A slot without the key counts as zeros.
     """
     flat, pieces = bucket.flat, [slot.get(key) for slot in bucket.slots]
+    dtype = dtype or flat.dtype
     if not create and all(piece is None for piece in pieces):
         return None
     offsets = [view.storage_offset() - flat.storage_offset() for view in bucket.views]
     first = next((piece for piece in pieces if piece is not None), None)
     if first is not None and all(
         piece is not None
-        and (piece.dtype, piece.device) == (flat.dtype, flat.device)
+        and (piece.dtype, piece.device) == (dtype, flat.device)
         and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         and piece.storage_offset() == offset
         and piece.stride() == view.stride()
         for piece, offset, view in zip(pieces, offsets, bucket.views, strict=True)
     ):
         return first.as_strided(flat.shape, (1,), 0)
-    whole = torch.zeros_like(flat)
+    whole = torch.zeros_like(flat, dtype=dtype)
     for slot, piece, view, offset in zip(bucket.slots, pieces, bucket.views, offsets, strict=True):
         slot[key] = whole.as_strided(view.shape, view.stride(), offset)
         if piece is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class ErrorFeedback(Reducer):
     Maths: x = g + decay * e;  send C(x);  e = x - C(x). With decay 1 nothing is ever lost: what has been applied, plus the
     mean of the ranks' e, is the sum of all true means. e is kept in units of the unscaled loss: a GradScaler may change
     its scale at any step. A value that is not finite, on any rank, leaves every rank's e as it was.
+    With dtype="bf16", e is kept in 16 bits: half the memory, and what is rounded away is lost.
     Bytes: the inner reducer's.  Memory: one number a parameter.
     Paper: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847.
 
@@ -31,6 +32,7 @@ class ErrorFeedback(Reducer):
 
     inner: Reducer
     decay: float = 1.0
+    dtype: Literal["bf16"] | None = None  # None: that of the gradients
     memory = {RESIDUAL: "own"}  # noqa: RUF012  (declared as a ClassVar)
 
     def __post_init__(self) -> None:
@@ -40,6 +42,8 @@ class ErrorFeedback(Reducer):
                 f"ErrorFeedback keeps {RESIDUAL!r} for each parameter, and so does {type(self.inner).__name__} inside of it; "
                 "each would overwrite the other's"
             )
+        if self.dtype not in (None, "bf16"):
+            raise ValueError(f"dtype must be 'bf16', or None for the gradients' own, got {self.dtype!r}")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be from 0 (forget everything) to 1 (forget nothing), got {self.decay}")
 
@@ -47,20 +51,23 @@ class ErrorFeedback(Reducer):
     def examples(cls) -> Iterator[Self]:
         yield cls(TopK(0.1))
         yield cls(TopK(0.1), decay=0.9)
+        yield cls(TopK(0.1), dtype="bf16")
 
     def reduce(self, bucket: Bucket) -> Exchange:
-        kept = joined(bucket, RESIDUAL)
+        dtype = torch.bfloat16 if self.dtype else bucket.flat.dtype
+        kept = joined(bucket, RESIDUAL, dtype=dtype)
         if kept is not None:
             add_scaled(bucket.flat, kept, self.decay * bucket.scale)
         # The residual can be written in place where asking for the verdict costs nothing, and no scale has to be taken out.
-        room = None if isinstance(bucket.scale, Tensor) or bucket.flat.device.type != "cpu" else kept
+        scaled = isinstance(bucket.scale, Tensor) or bucket.flat.device.type != "cpu" or dtype != bucket.flat.dtype
+        room = None if scaled else kept
         mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True, residual=room))
         verdict = finite(mean) if good is None else good
 
         def take() -> None:
             if (error is None and kept is None) or (error is not None and error is room):
                 return
-            memory = kept if kept is not None else joined(bucket, RESIDUAL, create=True)
+            memory = kept if kept is not None else joined(bucket, RESIDUAL, create=True, dtype=dtype)
             assert memory is not None
             left = torch.zeros_like(memory) if error is None else error
             if isinstance(bucket.scale, Tensor):
@@ -122,6 +129,6 @@ def replace_if(good: Tensor, old: Tensor, new: Tensor) -> None:
 def add_scaled(flat: Tensor, more: Tensor, weight: float | Tensor) -> None:
     """flat += weight * more, in place."""
     if isinstance(weight, Tensor):
-        flat.addcmul_(more, weight.to(flat.dtype))
+        flat.addcmul_(more.to(flat.dtype), weight.to(flat.dtype))
     else:
         flat.add_(more, alpha=weight)
