@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
+from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll
 from laconic.comm.exchange import Exchange, Reduced
+from laconic.kernels.kernel import PIECE
 from laconic.reducers.base import Reducer, finite
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,7 +58,7 @@ class Cast(Reducer):
         message = flat.new_empty(-(-count // world) * world, dtype=dtype)
         message[count:] = 0
         message[:count] = flat if scale == 1 else flat.mul_(scale)
-        error = flat.sub_(message[:count]).mul_(1 / scale) if bucket.feedback else None
+        error = _add(flat, message[:count], -1).mul_(1 / scale) if bucket.feedback else None
 
         if self.accumulate == "wire" or world == 1:  # alone, there is nothing to sum
             mean = yield AllReduce(message)
@@ -65,11 +67,11 @@ class Cast(Reducer):
             del message  # here and below: what has been read makes room for what comes
             total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
             for row in rows[1:]:
-                total += row
-            mine = total.mul_(1 / (world * scale)).to(dtype)
+                _add(total, row)
+            mine = rows[0].copy_(total.mul_(1 / (world * scale)))  # where something has been read
             if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
                 own = error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
-                own.add_(total.sub_(mine)[: len(own)], alpha=world)
+                own.add_(_add(total, mine, -1)[: len(own)], alpha=world)
             del rows, row, total
             mean = (yield AllGather(mine)).view(-1)
 
@@ -87,3 +89,10 @@ class Cast(Reducer):
         if self.dtype == "bf16" or dtype == torch.float16 or self.accumulate == "wire":
             return 1.0
         return float(2.0 ** -(world - 1).bit_length())
+
+
+def _add(total: Tensor, more: Tensor, weight: int = 1) -> Tensor:
+    """total += weight * more, in place and piece by piece: torch copies what is of another type before it adds it."""
+    for into, piece in zip(total.split(PIECE), more.split(PIECE), strict=True):
+        into.add_(piece, alpha=weight)
+    return total
