@@ -142,6 +142,18 @@ def memory(rank: int, name: str) -> float:
     return peak
 
 
+def pairs() -> list[tuple[str, str, str, float]]:
+    """What is compared: its name, ours, torch's, and the target."""
+    found = [(f"PowerSGD({r}) against powerSGD_hook", f"laconic {r}", f"torch {r}", TARGETS[r]) for r in RANKS]
+    return found + [(f"{label} against fp16_compress_hook", f"laconic {label}", "torch fp16", 3.0) for label in OTHERS]
+
+
+def brief() -> list[Ratio]:
+    """What is watched with two processes; without the memory, for which each alternative needs processes of its own."""
+    timings = ranks_within(600, 2, measure)[0]
+    return [ratio(f"{what}, 2 processes", timings[mine], timings[theirs]) for what, mine, theirs, _ in pairs()]
+
+
 def main() -> None:
     """One process, and two, one core each."""
     rows: list[dict[str, object]] = []
@@ -149,9 +161,7 @@ def main() -> None:
     for world in (1, 2):
         timings = ranks_within(900, world, measure)[0]
         peaks = {name: last_ranks(world, memory, name)[0] for name in timings if name != "copy"}
-        pairs = [(f"PowerSGD({r}) against powerSGD_hook", f"laconic {r}", f"torch {r}", TARGETS[r]) for r in RANKS]
-        pairs += [(f"{label} against fp16_compress_hook", f"laconic {label}", "torch fp16", 3.0) for label in OTHERS]
-        for what, mine, theirs, target in pairs:
+        for what, mine, theirs, target in pairs():
             our, their = timings[mine], timings[theirs]
             ratios.append(ratio(f"{what}, {world} processes", our, their))
             rows.append(

@@ -132,7 +132,9 @@ def tables(found: dict[str, list[dict[str, float]]]) -> tuple[list[dict[str, obj
     rows: list[dict[str, object]] = []
     ratios: list[Ratio] = []
     timings: dict[tuple[str, str], Timing] = {
-        (label, what): Timing([run[what] for run in runs]) for label, runs in found.items() for what in ("attach", "first", "later")
+        (label, what): Timing([run[what] for run in runs])
+        for label, runs in found.items()
+        for what in ("attach", "first", "later")
     }
     for label in found:
         first = ratio(f"{label}: attach and first step over DDP's", timings[label, "first"], timings[DDP, "first"])
@@ -148,7 +150,9 @@ def tables(found: dict[str, list[dict[str, float]]]) -> tuple[list[dict[str, obj
         }
         if label.endswith(COLD):
             warm = label.removesuffix(COLD) + WARM
-            beside = ratio(f"{label}: steps beside the compiler over steps without", timings[label, "later"], timings[warm, "later"])
+            beside = ratio(
+                f"{label}: steps beside the compiler over steps without", timings[label, "later"], timings[warm, "later"]
+            )
             row["over steps with compiled kernels"] = _with_error(beside)
             ratios.append(beside)
         if label != DDP:
@@ -165,8 +169,8 @@ def main() -> None:
     """One table."""
     rows, ratios = tables(measured())
     legend = (
-        f"From a finished DDP to the end of the first training step, and the median step after it, up to step {STEPS}: {LAYERS} "
-        f"layers of {WIDTH}x{WIDTH}, batches of {BATCH}, SGD, {WORLD} new processes each time, everything imported before. "
+        f"From a finished DDP to the end of the first training step, and the median step after it, to step {STEPS}: "
+        f"{LAYERS} layers of {WIDTH}x{WIDTH}, batches of {BATCH}, SGD, {WORLD} new processes each time, all imported before. "
         f"Medians of {REPEATS} interleaved repeats and their standard errors, pair by pair. With an empty cache, a compiler of "
         f"low priority runs beside all steps. At most {TARGET} of DDP's first step."
     )

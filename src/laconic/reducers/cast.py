@@ -93,6 +93,6 @@ class Cast(Reducer):
 
 def _add(total: Tensor, more: Tensor, weight: int = 1) -> Tensor:
     """total += weight * more, in place and piece by piece: torch copies what is of another type before it adds it."""
-    for into, piece in zip(total.split(PIECE), more.split(PIECE), strict=True):
+    for into, piece in zip(torch.split(total, PIECE), torch.split(more, PIECE), strict=True):
         into.add_(piece, alpha=weight)
     return total

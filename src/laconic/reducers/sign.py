@@ -10,11 +10,12 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Exchange, Reduced
-from laconic.kernels.kernel import PIECE, Kernel
+from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import two_phase
 from laconic.reducers.codecs import Digits, whole_numbers
 
+_PIECE = 1 << 17  # signs that are unpacked at a time
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1, seen as one number: their bits meet in the highest byte
 
 
@@ -88,8 +89,8 @@ def _add(total: Tensor, row: Tensor, width: int, views: Sequence[Tensor], weight
     scales, stop = row[width:].clone().view(torch.float32).mul_(weight), 0
     for view, scale in zip(views, scales, strict=True):
         start, stop = stop, stop + view.numel()
-        for begin in range(start, stop, PIECE):
-            end = min(begin + PIECE, stop)
+        for begin in range(start, stop, _PIECE):
+            end = min(begin + _PIECE, stop)
             signs = unpack(row[begin // 8 : -(-end // 8)])[begin % 8 :]
             total[begin:end].addcmul_(signs[: end - begin], scale)
 

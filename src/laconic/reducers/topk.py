@@ -217,7 +217,7 @@ class Entries(ABC):
         for row in rows:
             pieces = numbers[row.start - origin : row.stop - origin].view(row.pieces, row.length)
             # Not-a-number counts as largest, so that it is sent and everybody learns of it.
-            some = pieces.split(max(1, PIECE // row.length))  # whose absolute values need little room
+            some = torch.split(pieces, max(1, PIECE // row.length))  # whose absolute values need little room
             index = torch.cat([each.abs().topk(row.kept, dim=1, sorted=False).indices for each in some])
             self.write(message, row, index, pieces.gather(1, index))
 
