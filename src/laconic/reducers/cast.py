@@ -58,21 +58,24 @@ class Cast(Reducer):
         message = flat.new_empty(-(-count // world) * world, dtype=dtype)
         message[count:] = 0
         message[:count] = flat if scale == 1 else flat.mul_(scale)
-        error = _add(flat, message[:count], -1).mul_(1 / scale) if bucket.feedback else None
+        error = _left_out(flat, message[:count]).mul_(1 / scale) if bucket.feedback else None
 
         if self.accumulate == "wire" or world == 1:  # alone, there is nothing to sum
             mean = yield AllReduce(message)
         else:
             rows = yield AllToAll(message.view(world, -1))
             del message  # here and below: what has been read makes room for what comes
-            total = rows[0].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
-            for row in rows[1:]:
-                _add(total, row)
-            mine = rows[0].copy_(total.mul_(1 / (world * scale)))  # where something has been read
-            if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
-                own = error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
-                own.add_(_add(total, mine, -1)[: len(own)], alpha=world)
-            del rows, row, total
+            mine = rows[0]  # the mean goes where something has been read
+            own = None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
+            for start in range(0, len(mine), PIECE):
+                piece = slice(start, start + PIECE)
+                total = rows[0, piece].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
+                for row in rows[1:]:
+                    total += row[piece]
+                mine[piece] = total.mul_(1 / (world * scale))
+                if own is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
+                    part = own[piece]
+                    part.add_(total.sub_(mine[piece])[: len(part)], alpha=world)
             mean = (yield AllGather(mine)).view(-1)
 
         def finish() -> None:
@@ -91,8 +94,8 @@ class Cast(Reducer):
         return float(2.0 ** -(world - 1).bit_length())
 
 
-def _add(total: Tensor, more: Tensor, weight: int = 1) -> Tensor:
-    """total += weight * more, in place and piece by piece: torch copies what is of another type before it adds it."""
-    for into, piece in zip(torch.split(total, PIECE), torch.split(more, PIECE), strict=True):
-        into.add_(piece, alpha=weight)
-    return total
+def _left_out(flat: Tensor, message: Tensor) -> Tensor:
+    """flat - message, in place; in pieces, because torch copies what is of another type before it subtracts it."""
+    for numbers, sent in zip(torch.split(flat, PIECE), torch.split(message, PIECE), strict=True):
+        numbers.sub_(sent)
+    return flat
