@@ -7,7 +7,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # Two at a time: ranks wait for each other more than they compute, and one pytest alone keeps one core of two busy.
 PYTEST := -m pytest -q --numprocesses 2 --dist worksteal
 
-.PHONY: demo test test-torch check soak bench pictures clean help
+.PHONY: demo test test-torch check soak bench bench-quick pictures clean help
 help: ## What can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -59,6 +59,9 @@ $(VENV)-bench/installed: pyproject.toml constraints.txt benchmarks/peers.txt
 
 bench: $(VENV)-bench/installed ## The benchmarks, side by side with torch's own hooks, torchft and accelerate; two hours
 	OMP_NUM_THREADS=1 $(VENV)-bench/bin/python -m benchmarks
+
+bench-quick: $(VENV)/installed ## The ratios that matter against the committed ones; under 10 minutes, and nothing may run beside it
+	$(RUN) -m benchmarks gate $(GATE)
 
 pictures: $(VENV)/installed ## The pictures of README and docs, from the imports and what `make demo` and `make bench` left
 	$(RUN) docs/pictures/draw_tree.py

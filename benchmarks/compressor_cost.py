@@ -1,7 +1,7 @@
 """What compressing a bucket costs beside torch's hook of the same name: the same 20 MB of gradients, interleaved."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,6 +136,28 @@ def measure(rank: int) -> dict[str, Timing]:
     return timings
 
 
+def pairs() -> list[tuple[str, str, str, str, float | None]]:
+    """What is compared: its name, ours, torch's hook, its timing, and the target."""
+    found: list[tuple[str, str, str, str, float | None]] = []
+    found += [(f"ErrorFeedback(PowerSGD({r}))", f"laconic {r}", "powerSGD_hook", f"torch {r}", TARGETS[r]) for r in RANKS]
+    found += [(label, f"laconic {label}", "fp16_compress_hook", "torch fp16", None) for label in OTHERS]
+    return found
+
+
+def watched(timings: Mapping[str, Timing], world: int) -> list[Ratio]:
+    """The ratio of each pair."""
+    return [
+        ratio(f"{what} against {hook}, {world} processes", timings[mine], timings[theirs])
+        for what, mine, hook, theirs, _ in pairs()
+    ]
+
+
+def brief() -> list[Ratio]:
+    """What is watched with two processes."""
+    compile_all()
+    return watched(ranks_within(600, 2, measure)[0], 2)
+
+
 def main() -> None:
     """One process, two and four, on two cores."""
     compile_all()
@@ -143,13 +165,10 @@ def main() -> None:
     ratios: list[Ratio] = []
     for world in (1, 2, 4):
         timings = ranks_within(900, world, measure)[0]
-        pairs: list[tuple[str, str, str, str, float | None]] = []
-        pairs += [(f"ErrorFeedback(PowerSGD({r}))", f"laconic {r}", "powerSGD_hook", f"torch {r}", TARGETS[r]) for r in RANKS]
-        pairs += [(label, f"laconic {label}", "fp16_compress_hook", "torch fp16", None) for label in OTHERS]
-        for what, mine, hook, theirs, target in pairs:
+        found = watched(timings, world)
+        ratios += found
+        for (what, mine, hook, theirs, target), one in zip(pairs(), found, strict=True):
             our, their = timings[mine], timings[theirs]
-            found = ratio(f"{what} against {hook}, {world} processes", our, their)
-            ratios.append(found)
             rows.append(
                 {
                     "processes": world,
@@ -157,8 +176,8 @@ def main() -> None:
                     "against": hook,
                     "ms": f"{our.median * 1e3:.1f}",
                     "torch, ms": f"{their.median * 1e3:.1f}",
-                    "relative": f"{found.value:.2f}",
-                    "+-": f"{found.value * found.noise:.2f}",
+                    "relative": f"{one.value:.2f}",
+                    "+-": f"{one.value * one.noise:.2f}",
                     "target": target or "",
                     "copies": f"{our.median / timings['copy'].median:.0f}",
                 }

@@ -81,8 +81,21 @@ def interleave(alternatives: Mapping[str, Callable[[], object]], repeats: int, s
     return {name: Timing(all_) for name, all_ in seconds.items()}
 
 
+@dataclass(frozen=True)
+class Extra:
+    """Bytes that a process held more than before."""
+
+    peak: int  # at most
+    kept: int  # in the end
+
+
 def peak_extra_bytes(run: Callable[[], object]) -> int:
     """How much more memory the process held at most while `run` ran than before: pages, as Linux counts them."""
+    return extra_bytes(run).peak
+
+
+def extra_bytes(run: Callable[[], object]) -> Extra:
+    """The same, and how much more it holds after, as long as what `run` refers to is alive."""
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once,
@@ -90,7 +103,10 @@ def peak_extra_bytes(run: Callable[[], object]) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _status_bytes("VmRSS")
     run()
-    return _status_bytes("VmHWM") - before
+    peak = _status_bytes("VmHWM") - before
+    gc.collect()
+    libc.malloc_trim(0)
+    return Extra(peak, _status_bytes("VmRSS") - before)
 
 
 def _status_bytes(field: str) -> int:

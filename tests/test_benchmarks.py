@@ -1,13 +1,14 @@
 """The gate over benchmarks: what counts as worse, and what it is compared with."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import check, harness, sharded_memory, sharded_rates
+from benchmarks import check, first_step, harness, quiet, sharded_memory, sharded_rates
 from benchmarks.harness import Ratio, Timing, ratio, report
 from tests.live import ranks
 
@@ -97,3 +98,96 @@ def test_a_share_on_islands_is_of_the_steps_beside_it() -> None:
     assert [row["share of the silent rate"] for row in rows] == ["0.500", "0.500"]
     assert [(row["kB"], row["kB counted"]) for row in rows] == [("2.0", ""), ("2.0", "1.9")]
     assert [(one.name, one.value) for one in watched] == [("laconic ddp(), time over the silent run's", 2.0)]
+
+
+QUIET, LOUD = quiet.Reading(0.01, 0.03), quiet.Reading(0.5, 0.03)
+
+
+def test_two_runs_of_what_has_noise_may_differ_by_more_than_the_repeats_of_one() -> None:
+    committed = {"time": [1.0, 0.01], "bytes": [1.0, 0.0]}
+    now = {"time": [1.07, 0.01], "bytes": [1.07, 0.0]}
+    assert [row["verdict"] for row in check.compare(committed, now)] == ["worse", "worse"]
+    assert [row["verdict"] for row in check.compare(committed, now, 0.02)] == ["same", "worse"]
+
+
+@pytest.mark.parametrize(
+    ("busy", "found", "said"),
+    [
+        (0.01, {"cpu": "a", "cores": 2, "torch": "2.13"}, ""),
+        (0.2, {"cpu": "a", "cores": 2, "torch": "2.13"}, "others take 20%"),
+        (0.01, {"cpu": "a", "cores": 4, "torch": "2.13"}, "from cores 4, and here is 2"),
+        (0.01, {}, "from cpu None"),
+    ],
+)
+def test_a_machine_that_is_busy_or_another_one_is_not_quiet(busy: float, found: dict[str, object], said: str) -> None:
+    reasons = quiet.reasons(quiet.Reading(busy, 0.03), {"cpu": "a", "cores": 2, "torch": "2.13"}, found)
+    assert said in "; ".join(reasons)
+    assert bool(reasons) == bool(said)
+
+
+def test_a_computation_that_is_slow_once_in_five_is_not_steady() -> None:
+    steady, unsteady = [1.0, 1.01] * 10, [1.0, 1.0, 1.0, 1.0, 1.6] * 4
+    assert quiet.spread(steady) < quiet.MOST_SPREAD < quiet.spread(unsteady)
+
+
+@pytest.fixture
+def committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    found = {"machine": harness.machine(), "ratios": {"time": [1.0, 0.01], "only in full": [1.0, 0.0]}}
+    (tmp_path / "hook_cost.json").write_text(json.dumps(found))
+
+
+def measures(*values: float) -> Callable[[str], dict[str, list[float]]]:
+    """What is found, time after time."""
+    left: Iterator[float] = iter(values)
+    return lambda name: {"time": [next(left), 0.01]}
+
+
+def looks(*readings: quiet.Reading) -> Callable[[], quiet.Reading]:
+    left = iter(readings)
+    return lambda: next(left)
+
+
+@pytest.mark.parametrize(
+    ("values", "readings", "only_if_quiet", "code", "said"),
+    [
+        ([1.02], [QUIET, QUIET], True, 0, "nothing got worse"),
+        ([1.5, 1.02], [QUIET, QUIET], True, 0, "nothing got worse"),  # once
+        ([1.5, 1.4], [QUIET, QUIET], True, 1, "hook_cost: time is 1.5 and 1.4\nCONFIRMED"),
+        ([1.5, 1.4], [QUIET, LOUD], True, 0, "NOT CONFIRMED, and so no failure: others take 50%"),
+        ([], [LOUD], True, 0, "SPEED NOT CHECKED: others take 50%"),
+        ([1.5, 1.4], [LOUD], False, 0, "NOT CONFIRMED"),
+    ],
+)
+def test_the_gate_fails_for_what_is_worse_twice_on_a_quiet_machine(
+    committed: None,
+    capsys: pytest.CaptureFixture[str],
+    values: list[float],
+    readings: list[quiet.Reading],
+    only_if_quiet: bool,
+    code: int,
+    said: str,
+) -> None:
+    found = check.gate(["hook_cost"], only_if_quiet=only_if_quiet, measure=measures(*values), look=looks(*readings))
+    assert (found, said in capsys.readouterr().out) == (code, True)
+
+
+def test_a_benchmark_that_dies_is_no_verdict_on_ci(committed: None, capsys: pytest.CaptureFixture[str]) -> None:
+    def dies(name: str) -> dict[str, list[float]]:
+        raise AssertionError("the process died")
+
+    assert check.gate(["hook_cost"], only_if_quiet=True, measure=dies, look=looks(QUIET, QUIET)) == 0
+    assert "hook_cost could not be measured: the process died" in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        check.gate(["hook_cost"], only_if_quiet=False, measure=dies, look=looks(QUIET))
+
+
+def test_first_steps_are_beside_ddps_of_the_same_round() -> None:
+    cold, warm = "int8()" + first_step.COLD, "int8()" + first_step.WARM
+    assert [name for name in first_step.labels() if name.startswith("int8")] == [cold, warm]
+    ddp = [{"attach": 0.0, "first": 0.1, "later": 0.1}, {"attach": 0.0, "first": 0.3, "later": 0.3}] * 2
+    slower = [{what: 1.5 * seconds for what, seconds in run.items()} for run in ddp]
+    rows, watched = first_step.tables({first_step.DDP: ddp, cold: slower, warm: ddp})
+    assert [row["over DDP's"] for row in rows] == ["1.00 ± 0.00", "1.50 ± 0.00", "1.00 ± 0.00"]
+    assert rows[1]["over steps with compiled kernels"] == "1.50 ± 0.00"
+    assert {one.name.partition(": ")[0] for one in watched} == {cold, warm}

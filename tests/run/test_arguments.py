@@ -36,6 +36,7 @@ def plan(model: nn.Module | None = None, **options: Any) -> Arguments:
         "mesh": None,
         "replicate": "replicate",
         "check_every": 0,
+        "fused": False,
         **options,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,7 +11,10 @@ from pathlib import Path
 
 def main(kind: str, nice: int, jobs: Sequence[str]) -> None:
     """Compile what is not there yet. Others that want to compile wait, and find it done."""
-    os.nice(nice)
+    if nice:
+        os.nice(nice)
+        if hasattr(os, "SCHED_IDLE"):  # only what nobody else wants
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"
     # Before torch is imported: who only waits should cost nothing.

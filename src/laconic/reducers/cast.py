@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
+from torch import Tensor
 
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll
@@ -57,25 +58,24 @@ class Cast(Reducer):
         message = flat.new_empty(-(-count // world) * world, dtype=dtype)
         message[count:] = 0
         message[:count] = flat if scale == 1 else flat.mul_(scale)
-        error = flat.sub_(message[:count]).mul_(1 / scale) if bucket.feedback else None
+        error = _left_out(flat, message[:count]).mul_(1 / scale) if bucket.feedback else None
 
         if self.accumulate == "wire" or world == 1:  # alone, there is nothing to sum
             mean = yield AllReduce(message)
         else:
             rows = yield AllToAll(message.view(world, -1))
             del message  # here and below: what has been read makes room for what comes
-            mine = torch.empty_like(rows[0])
+            mine = rows[0]  # the mean goes where something has been read
             own = None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
-            for start in range(0, len(mine), PIECE):  # what is summed stays in the cache
-                place = slice(start, start + PIECE)
-                total = rows[0, place].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
-                for row in rows[1:, place]:
-                    total += row
-                mine[place] = total.mul_(1 / (world * scale))
+            for start in range(0, len(mine), PIECE):
+                piece = slice(start, start + PIECE)
+                total = rows[0, piece].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
+                for row in rows[1:]:
+                    total += row[piece]
+                mine[piece] = total.mul_(1 / (world * scale))
                 if own is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
-                    part = own[place]
-                    part.add_(total.sub_(mine[place])[: len(part)], alpha=world)
-            del rows
+                    part = own[piece]
+                    part.add_(total.sub_(mine[piece])[: len(part)], alpha=world)
             mean = (yield AllGather(mine)).view(-1)
 
         def finish() -> None:
@@ -92,3 +92,10 @@ class Cast(Reducer):
         if self.dtype == "bf16" or dtype == torch.float16 or self.accumulate == "wire":
             return 1.0
         return float(2.0 ** -(world - 1).bit_length())
+
+
+def _left_out(flat: Tensor, message: Tensor) -> Tensor:
+    """flat - message, in place; in pieces, because torch copies what is of another type before it subtracts it."""
+    for numbers, sent in zip(torch.split(flat, PIECE), torch.split(message, PIECE), strict=True):
+        numbers.sub_(sent)
+    return flat

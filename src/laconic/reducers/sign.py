@@ -10,12 +10,12 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather
 from laconic.comm.exchange import Exchange, Reduced
-from laconic.comm.flat_tensors import unflatten
 from laconic.kernels.kernel import Kernel
 from laconic.reducers.base import Reducer
 from laconic.reducers.blockwise import two_phase
 from laconic.reducers.codecs import Digits, whole_numbers
 
+_PIECE = 1 << 17  # signs that are unpacked at a time
 _GATHER = 0x0102040810204080  # times eight bytes of 0 or 1, seen as one number: their bits meet in the highest byte
 
 
@@ -76,19 +76,23 @@ def _gathered(bucket: Bucket) -> Exchange:
         _add(mean, row, len(bits), views, 1 / bucket.world)
     error = None
     if bucket.feedback:
-        sent = torch.zeros_like(flat, dtype=torch.float32)
-        _add(sent, rows[bucket.rank], len(bits), views, 1.0)
-        error = flat.sub_(sent)
+        left = flat.float()
+        _add(left, rows[bucket.rank], len(bits), views, -1.0)
+        error = flat.copy_(left)
     return Reduced(mean.to(flat.dtype), error)
 
 
 def _add(total: Tensor, row: Tensor, width: int, views: Sequence[Tensor], weight: float) -> None:
+    """Add a message's signs in their sizes. In pieces: as floats, the signs take as much room as the bucket."""
     if total.numel() == 0:
         return
-    signs = unpack(row[:width])[: total.numel()]
-    scales = row[width:].clone().view(torch.float32).mul_(weight)
-    for part, plus_minus, scale in zip(unflatten(total, views), unflatten(signs, views), scales, strict=True):
-        part.addcmul_(plus_minus, scale)
+    scales, stop = row[width:].clone().view(torch.float32).mul_(weight), 0
+    for view, scale in zip(views, scales, strict=True):
+        start, stop = stop, stop + view.numel()
+        for begin in range(start, stop, _PIECE):
+            end = min(begin + _PIECE, stop)
+            signs = unpack(row[begin // 8 : -(-end // 8)])[begin % 8 :]
+            total[begin:end].addcmul_(signs[: end - begin], scale)
 
 
 def pack(flags: Tensor) -> Tensor:

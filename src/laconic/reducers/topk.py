@@ -13,6 +13,7 @@ from torch import Tensor
 from laconic.comm.bucket import Bucket
 from laconic.comm.collectives import AllGather, AllToAll
 from laconic.comm.exchange import Exchange, Reduced
+from laconic.kernels.kernel import PIECE
 from laconic.reducers.base import Reducer, checked_ratio, finite
 from laconic.reducers.blockwise import shares
 
@@ -76,7 +77,7 @@ class TopK(Reducer):
             return Reduced(flat)
         form: Entries = TwoBits(plan) if self.values == TWO_BITS else Values(plan, VALUES[self.values])
         mine, rows = plan.spans[rank], plan.rows[rank]
-        numbers = flat.to(torch.float32, copy=True)
+        numbers = flat.float()
         sent = flat.new_zeros((world, form.size), dtype=torch.uint8)
         for owner in range(world):
             form.pick(sent[owner], numbers, plan.rows[owner])
@@ -91,21 +92,24 @@ class TopK(Reducer):
         form.pick(chosen[0], total, rows, mine.start)
         if world > 1:
             chosen = yield AllGather(chosen[0])
-        mean = torch.zeros_like(numbers)
-        for owner in range(world):
-            form.add_to(mean, chosen[owner], plan.rows[owner])
         error = None
         if bucket.feedback:
             for owner in range(world):
                 form.add_to(numbers, sent[owner], plan.rows[owner], weight=-1.0)
             # The mean lacks what its owner left out: as a part of the owner's own numbers, N times as much.
-            numbers[mine] = total.sub_(mean[mine]).mul_(world)
-            error = numbers.to(flat.dtype)
+            form.add_to(total, chosen[rank if world > 1 else 0], rows, mine.start, weight=-1.0)
+            numbers[mine] = total.mul_(world)
+            error = flat.copy_(numbers)
+        values = [form.read(chosen[owner], row)[1].view(-1) for owner in range(world) for row in plan.rows[owner]]
 
         def finish() -> None:
+            mean = numbers.zero_()
+            for owner in range(world):
+                form.add_to(mean, chosen[owner], plan.rows[owner])
             flat.copy_(mean)
 
-        return Reduced(flat, error, finish, finite(mean))
+        # The mean takes the error's place once that has been taken.
+        return Reduced(flat, error, finish, finite(torch.cat(values)))
 
 
 def _gathered(bucket: Bucket, ratio: float) -> Exchange:
@@ -213,7 +217,8 @@ class Entries(ABC):
         for row in rows:
             pieces = numbers[row.start - origin : row.stop - origin].view(row.pieces, row.length)
             # Not-a-number counts as largest, so that it is sent and everybody learns of it.
-            index = pieces.abs().topk(row.kept, dim=1, sorted=False).indices
+            some = torch.split(pieces, max(1, PIECE // row.length))  # whose absolute values need little room
+            index = torch.cat([each.abs().topk(row.kept, dim=1, sorted=False).indices for each in some])
             self.write(message, row, index, pieces.gather(1, index))
 
     def add_to(self, numbers: Tensor, message: Tensor, rows: Sequence[Row], origin: int = 0, weight: float = 1.0) -> None:

@@ -22,7 +22,10 @@ from laconic.run.run import Run, engine_of
 from laconic.run.sharding import ranks_of
 from laconic.run.state import kernels_of
 from laconic.run.stats import Observer
+from laconic.strategies.naming import own
 from laconic.strategies.strategy import Advised, Strategy
+
+own()  # imports every reducer and recipe: here, with all other imports, and not in the first step of a training
 
 
 class Pilot(Observer, Protocol):
