@@ -30,6 +30,7 @@ WORDS = {
     "ranks": "what ranks know of each other",
     "strategies": "when, with whom, what, then",
     "reducers": "how it is averaged on few bytes",
+    "kernels": "arithmetic, compiled",
     "comm": "collectives, exchanges, the pipeline",
     "_torch": "the one door to torch's private parts",
 }

@@ -1,4 +1,7 @@
-"""Checkpoints in tests/data, written by laconic as it was before its packages: they load, and resume to the same bits."""
+"""Checkpoints in tests/data, written by laconic as it was before its packages: they load, and resume to the same numbers.
+
+Not to the same bits: what codes leave out was rounded once then, and is rounded twice now, as the peers round.
+"""
 
 from pathlib import Path
 
@@ -49,14 +52,15 @@ def resumed(rank: int, text: str, folder: str, stop: int) -> tuple[int, list[str
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_former_checkpoint_resumes_to_the_same_bits(name: str) -> None:
+def test_a_former_checkpoint_resumes_to_the_same_numbers(name: str) -> None:
     text, stop = CASES[name]
     expected = torch.load(DATA / name / "expected.pt")
     for first, kept, found in ranks(2, resumed, text, str(DATA / name), stop):
         assert 0 < first < stop
         assert any("error" in each for each in kept)
         assert any(each.startswith("outstanding: ") for each in kept) == (name == "outstanding")
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-6 * other.abs().max()
 
 
 def test_a_former_checkpoint_is_dealt_to_more_ranks() -> None:

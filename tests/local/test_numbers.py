@@ -144,8 +144,8 @@ def groups_of_its_own(rank: int) -> None:
     deltas = engine_of(run).local.deltas
     assert deltas is not None
     assert deltas._group.process_group is own
-    waiting = engine_of(run).groups[OUTSTANDING].check_peers
-    assert waiting == engine_of(run).group.check_peers != polling._nothing, "waits there look after peers, too"
+    waiting = engine_of(run).groups[OUTSTANDING]._check_peers
+    assert waiting == engine_of(run).group._check_peers != polling._nothing, "waits there look after peers, too"
     assert own in dist.distributed_c10d._world.pg_map
     run.detach()
     assert own not in dist.distributed_c10d._world.pg_map
