@@ -49,7 +49,7 @@ class Dispatcher:
             names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
             memory: dict[str, Slot] = {name: {} for name in names.values()}
             dispatcher._plain = GradientHook(Exact(), TorchGroup(ddp.process_group), names, memory, Ledger())
-            dispatcher._plain.hands_back = True
+            dispatcher._plain.hands_back = waits_for_buckets_alone(ddp)
             ddp.register_comm_hook(None, dispatcher.dispatch)
             ddp.register_forward_pre_hook(dispatcher.before_forward)
             ddp.register_forward_hook(dispatcher.after_forward, always_call=True)
@@ -122,6 +122,11 @@ class Dispatcher:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy, ()
+
+
+def waits_for_buckets_alone(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP can be left to wait by itself: with these options it waits for a collective of its own, too."""
+    return not ddp.find_unused_parameters and not ddp.static_graph
 
 
 def in_buffers(error: BaseException) -> bool:

@@ -86,6 +86,8 @@ class HandedBack:
         """Ask whether the peers are there, if DDP has waited for long."""
         if not self._waiting_since or time.perf_counter() - self._waiting_since < polling.POLL_SECONDS:
             return
+        if all(future.done() for _, future, _ in self._sent):
+            return  # the backward goes on below the DDP
         try:
             self._group.check_peers()
         except BaseException as error:  # it is raised by `complete`, in the user's thread

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from laconic.comm.group import TorchGroup
-from laconic.gradients.dispatcher import Dispatcher
+from laconic.gradients.dispatcher import Dispatcher, waits_for_buckets_alone
 from laconic.gradients.hook import GradientHook
 from laconic.gradients.ready_order import ReadyOrder
 from laconic.gradients.sharded import ShardedDispatcher
@@ -18,7 +18,7 @@ class InBackward:
 
     def __init__(self, ddp: DistributedDataParallel | None, module: nn.Module, hook: GradientHook) -> None:
         self.hook = hook
-        hook.hands_back = ddp is not None
+        hook.hands_back = ddp is not None and waits_for_buckets_alone(ddp)
         self.order = ReadyOrder(ddp) if ddp is not None else None
         self._dispatcher = Dispatcher.of(ddp) if ddp is not None else ShardedDispatcher(module)
         self._dispatcher.target = hook
