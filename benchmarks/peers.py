@@ -53,11 +53,11 @@ class Trainee:
 Making = Callable[[nn.Module, Callable[[nn.Module], Optimizer]], Trainee]
 
 
-def laconics(strategy: str, period: int = 1) -> Making:
+def laconics(strategy: str, period: int = 1, bucket_cap_mb: float | None = None) -> Making:
     """`laconic.attach`."""
 
     def make(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
-        ddp = DistributedDataParallel(model)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
         inner = optimizer(ddp)
         run = laconic.attach(ddp, inner, strategy)
         trainee = Trainee(ddp, inner, period=period, warm=period)
@@ -76,6 +76,12 @@ def plain(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trai
 def torch_ddp(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
     """No hook."""
     ddp = DistributedDataParallel(model)
+    return Trainee(ddp, optimizer(ddp))
+
+
+def torch_small_buckets(model: nn.Module, optimizer: Callable[[nn.Module], Optimizer]) -> Trainee:
+    """No hook, buckets of `SMALL_MB`."""
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL_MB)
     return Trainee(ddp, optimizer(ddp))
 
 
@@ -217,6 +223,19 @@ OURS: dict[str, Making] = {
     f"laconic local_sgd({PERIOD})": laconics(f"local_sgd({PERIOD})", PERIOD),
     f"laconic {STREAMING}": laconics(STREAMING, PERIOD),
     FP32: laconics(f"{STREAMING[:-1]}, reducer=Exact())", PERIOD),
+}
+SMALL_MB = 0.5
+COMPRESSED: dict[str, Making] = {
+    "torch DDP": torch_ddp,
+    "torch fp16_compress_hook": torch_fp16,
+    "laconic ddp()": laconics("ddp()"),
+    "laconic fp16()": laconics("fp16()"),
+    "laconic int8()": laconics("int8()"),
+    "laconic int4()": laconics("int4()"),
+    "laconic powersgd(rank=4, warmup=2)": laconics("powersgd(rank=4, warmup=2)"),
+    f"torch DDP, buckets of {SMALL_MB} MB": torch_small_buckets,
+    f"laconic int8(), buckets of {SMALL_MB} MB": laconics("int8()", bucket_cap_mb=SMALL_MB),
+    f"laconic int4(), buckets of {SMALL_MB} MB": laconics("int4()", bucket_cap_mb=SMALL_MB),
 }
 SILENT = "laconic silent()"
 LIMIT: dict[str, Making] = {SILENT: laconics("silent()")}

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ LINKS = {"none": 12, "1gbit": 12, "100mbit": 8, "10mbit": 3}  # and the steps a 
 GROUPS: dict[str, Mapping[str, peers.Making]] = {
     "torch": {**peers.LIMIT, **peers.PLAIN, **peers.TORCH, **peers.ACCELERATE, **peers.OURS},
     "torchft": {**peers.LIMIT, **peers.TORCHFT},
+    "compressed": {**peers.LIMIT, **peers.COMPRESSED},
 }
 
 
@@ -116,20 +117,20 @@ def row(name: str, found: Mapping[str, list[Any]]) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def main(name: str = "rates", links: Sequence[str] = tuple(LINKS), groups: Sequence[str] = ("torch", "torchft")) -> None:
     """One table a link."""
     compile_all()
-    for text, few in LINKS.items():
-        rows, ratios = [], []
-        for group in GROUPS:
+    for text in links:
+        few, rows, ratios = LINKS[text], [], []
+        for group in groups:
             measured = measure(parse(text), group, few)
-            for name, found in measured["found"].items():
-                if group == "torch" or name != peers.SILENT:
-                    rows.append(row(name, found))
-                if name.startswith("laconic") and name != peers.SILENT:
+            for label, found in measured["found"].items():
+                if group != "torchft" or label != peers.SILENT:
+                    rows.append(row(label, found))
+                if label.startswith("laconic") and label != peers.SILENT:
                     timings = Timing(found["seconds"]), Timing(found["beside"])
-                    ratios.append(ratio(f"{name}, time over the silent run's", *timings))
-            rows += [{**dict.fromkeys(rows[0], ""), "": name, "kB": error} for name, error in measured["errors"].items()]
+                    ratios.append(ratio(f"{label}, time over the silent run's", *timings))
+            rows += [{**dict.fromkeys(rows[0], ""), "": label, "kB": error} for label, error in measured["errors"].items()]
         legend = (
             f"Byte-level transformer of 0.86 million parameters, AdamW, {HOSTS} processes on one machine, link: {text}"
             f"{'' if text == 'none' else ' each (network namespaces, tbf both ways)'}. 'share': the time of a run that never "
@@ -138,7 +139,7 @@ def main() -> None:
             f"'kB': what the kernel counted on the first process's cable, a step. Those with a number averaged every "
             f"{peers.PERIOD} steps. torchft ran in processes of its own, since its heartbeats are on the cable too."
         )
-        report(f"rates-{text}", f"Step rate, link: {text}", rows, legend, ratios)
+        report(f"{name}-{text}", f"Step rate, link: {text}", rows, legend, ratios)
 
 
 if __name__ == "__main__":
