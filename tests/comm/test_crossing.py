@@ -134,3 +134,30 @@ def dies(rank: int) -> None:
 def test_a_peer_that_dies_is_an_error() -> None:
     with pytest.raises(AssertionError, match="it was noticed"):
         last_ranks(2, dies)
+
+
+def beside_a_users_own(rank: int) -> None:
+    """On a subgroup whose ranks have other numbers in the world, with the user's own messages under way."""
+    collectives.CROSSING_BYTES = 1
+    members = [1, 3]
+    made = dist.new_group(members)
+    if rank not in members:
+        return
+    me = members.index(rank)
+    mine = numbers(rank, 2, 50_000, dtype=torch.uint8)
+    received = torch.zeros(5)
+    waiting = dist.irecv(received, group=made, group_src=1 - me)
+    handle = TorchGroup(made).launch(AllToAll(mine.clone()))
+    sending = dist.isend(torch.full((5,), float(rank)), group=made, group_dst=1 - me)
+    assert waiting is not None
+    assert sending is not None
+    rows = handle.wait()
+    waiting.wait()
+    sending.wait()
+    for other, row in zip(members, rows, strict=True):
+        assert torch.equal(row, numbers(other, 2, 50_000, dtype=torch.uint8)[me])
+    assert received.eq(members[1 - me]).all()
+
+
+def test_a_subgroup_and_messages_of_the_users_own() -> None:
+    last_ranks(4, beside_a_users_own)

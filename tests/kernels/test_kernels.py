@@ -1,5 +1,6 @@
 """Every kernel compiled gives the bits of the function itself; what can't be compiled is said, and nobody waits."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -98,10 +99,16 @@ def test_every_kernel_belongs_to_a_reducer() -> None:
     assert {kernel.name for reducer in reducers for kernel in reducer.kernels()} == set(Kernel.known)
 
 
-def test_auto_compiles_in_the_background_and_the_next_process_finds_it(empty_cache: Path) -> None:
+def test_auto_compiles_in_the_background_and_the_next_process_finds_it(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kernel = Kernel.known["int8-quantize-left"]
     numbers, codes, scales = torch.ones(4, 8), torch.zeros(4, 8, dtype=torch.int8), torch.zeros(4)
     began = time.monotonic()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    assert prepare([kernel], "auto", CPU)
+    assert not (empty_cache / "kernels" / "log").exists(), "no core is free: when the process ends"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     assert prepare([kernel], "auto", CPU)
     assert time.monotonic() - began < 2, "nobody waits"
     kernel(numbers, codes, scales, fused=True)
@@ -110,44 +117,124 @@ def test_auto_compiles_in_the_background_and_the_next_process_finds_it(empty_cac
         assert time.monotonic() - began < 120
         time.sleep(0.2)
     same(kernel)
-    assert {path.suffix for path in (empty_cache / "kernels").iterdir()} == {".pt2", ""}, "the kernel, the lock, nothing else"
-    assert not cache.file(kernel, CPU).stat().st_mode & 0o077
+    assert {path.suffix for path in (empty_cache / "kernels").iterdir()} == {".pt2", ".sha256", ""}, "and the lock and a log"
+    assert not place(kernel).stat().st_mode & 0o077
     found = subprocess.run([sys.executable, "-c", LOADED], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "True"
+    damaged = bytearray(place(kernel).read_bytes())
+    damaged[len(damaged) // 2 :] = bytes(len(damaged) - len(damaged) // 2)
+    place(kernel).write_bytes(damaged)
+    cache.forget()
+    with pytest.warns(UserWarning, match="can't be loaded, and has been removed"):
+        kernel(numbers, codes, scales, fused=True)
+    assert list(compiling.missing([kernel], CPU)) == [kernel], "to be compiled again"
 
 
-def test_a_file_that_others_could_have_written_is_not_run(empty_cache: Path) -> None:
-    kernel = Kernel.known["int8-decode"]
+def place(kernel: Kernel) -> Path:
     path = cache.file(kernel, CPU)
-    path.parent.mkdir(parents=True, mode=0o700)
-    path.write_bytes(b"")
-    path.chmod(0o666)
-    assert not cache.trusted(path)
-    assert cache.loaded(kernel, CPU) is None
+    assert path is not None
+    return path
 
 
-def test_a_damaged_file_is_said_and_not_used(empty_cache: Path) -> None:
-    kernel = Kernel.known["int8-decode"]
-    path = cache.file(kernel, CPU)
+def pretended(kernel: Kernel) -> Path:
+    """A file that looks complete."""
+    path = place(kernel)
     path.parent.mkdir(parents=True, mode=0o700)
     path.write_bytes(b"no archive")
+    cache.checksum(path).write_text(hashlib.sha256(b"no archive").hexdigest())
     path.chmod(0o600)
-    out = torch.zeros(2, 2)
-    with pytest.warns(UserWarning, match="can't be loaded and is not used"):
+    return path
+
+
+def test_what_others_could_have_written_is_not_run(empty_cache: Path) -> None:
+    path = pretended(Kernel.known["int8-decode"])
+    assert cache.there(path)
+    path.chmod(0o620)
+    assert not cache.there(path)
+    path.chmod(0o600)
+    path.parent.chmod(0o770)
+    assert not cache.there(path)
+    assert cache.loaded(Kernel.known["int8-decode"], CPU) is None
+
+
+def test_what_torch_can_not_load_is_removed_and_said(empty_cache: Path) -> None:
+    kernel = Kernel.known["int8-decode"]
+    path, out = pretended(kernel), torch.zeros(2, 2)
+    with pytest.warns(UserWarning, match="can't be loaded, and has been removed"):
         kernel(torch.ones(2, 2, dtype=torch.int8), torch.ones(2), out, fused=True)
     assert out.eq(1).all()
+    assert not path.exists()
 
 
-def test_without_a_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What would have been compiled."""
+    found: list[object] = []
+    monkeypatch.setattr(compiling, "_compile_later", lambda: found.append("something"))
+    monkeypatch.setattr(compiling, "_later", {})
+    monkeypatch.setattr(compiling, "_core_is_free", lambda: True)
+    return found
+
+
+def test_without_a_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, started: list[object]) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    started: list[object] = []
-    monkeypatch.setattr(compiling, "_start", lambda *given, **named: started.append(given))
     kernel = Kernel.known["int8-decode"]
     assert prepare([kernel], "auto", CPU), "what is there already may be used"
     assert not started
     with pytest.raises(CompilerError, match=r"no g\+\+ or clang\+\+"):
         prepare([kernel], True, CPU)
     assert not prepare([kernel], False, CPU)
+
+
+def test_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[object]) -> None:
+    kernel = Kernel.known["int8-decode"]
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    for folder, why in ((str(tmp_path), "others could write to"), ("/proc/nowhere", "there is no folder to keep kernels in")):
+        monkeypatch.setenv("LACONIC_CACHE", folder)
+        assert prepare([kernel], "auto", CPU)
+        with pytest.raises(CompilerError, match=why):
+            prepare([kernel], True, CPU)
+    monkeypatch.delenv("LACONIC_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert not prepare([kernel], "auto", CPU)
+    with pytest.raises(CompilerError, match="no home"):
+        prepare([kernel], True, CPU)
+    assert not started
+
+
+def no_home() -> Path:
+    raise RuntimeError("no home")
+
+
+def test_no_room_for_another_process(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", full)
+    monkeypatch.setattr(compiling, "_core_is_free", lambda: True)
+    assert prepare([Kernel.known["int8-decode"]], "auto", CPU)
+    with pytest.raises(CompilerError, match="no more processes"):
+        prepare([Kernel.known["int8-decode"]], True, CPU)
+
+
+def test_one_rank_of_a_machine_has_it_compiled(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, started: list[object]
+) -> None:
+    for rank, expected in (("1", 0), ("0", 1)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        prepare([Kernel.known["int8-decode"]], "auto", CPU)
+        assert len(started) == expected == len(compiling._later)
+
+
+def test_another_machine_has_other_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel.known["int8-decode"]
+    here = place(kernel)
+    cache._key.cache_clear()
+    monkeypatch.setattr(cache, "_hardware", lambda kind: "another processor")
+    assert place(kernel) != here
+    cache._key.cache_clear()
 
 
 def test_what_the_compiler_says_is_kept_and_auto_does_not_try_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,11 +245,11 @@ def test_what_the_compiler_says_is_kept_and_auto_does_not_try_again(empty_cache:
     kernel = Kernel.known["int8-decode"]
     with pytest.raises(CompilerError, match="int8-decode can't be compiled here"):
         prepare([kernel], True, CPU)
-    assert cache.failure(kernel, CPU).exists()
-    started: list[object] = []
-    monkeypatch.setattr(compiling, "_start", lambda *given, **named: started.append(given))
-    assert prepare([kernel], "auto", CPU)
-    assert not started
+    assert cache.failure(place(kernel)).exists()
+    monkeypatch.setattr(compiling, "_compile_later", lambda: pytest.fail("it tries again"))
+    monkeypatch.setattr(compiling, "_core_is_free", lambda: True)
+    prepare([kernel], "auto", CPU)
+    assert not compiling._later
 
 
 FUSED = [("auto", "1", True), ("auto", "0", False), ("auto", "auto", "auto"), (True, "0", True), (False, "1", False)]

@@ -76,9 +76,9 @@ def test_torch_dtypes_are_understood_and_others_refused() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_pieces_give_the_bits_of_the_whole(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = [tensors([(33, 7), (5,), (101,)], rank) for rank in range(3)]
-    whole = run(laconic.Cast(dtype), inputs, [{} for _ in range(3)], 0, feedback=True)[0]
+    whole = run(Cast(dtype), inputs, [{} for _ in range(3)], 0, feedback=True)[0]
     monkeypatch.setattr("laconic.reducers.cast.PIECE", 16)
-    pieces = run(laconic.Cast(dtype), inputs, [{} for _ in range(3)], 0, feedback=True)[0]
+    pieces = run(Cast(dtype), inputs, [{} for _ in range(3)], 0, feedback=True)[0]
     for one, other in zip(whole, pieces, strict=True):
         assert one.error is not None
         assert other.error is not None

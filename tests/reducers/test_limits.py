@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -434,3 +435,23 @@ def test_the_scale_of_ternary_codes_is_the_best_for_normal_numbers() -> None:
 
     assert lost(best) == pytest.approx(0.19, abs=0.005)
     assert all(lost(best) < lost(best * factor) for factor in (0.95, 1.05))
+
+
+def test_long_rests_are_blocks_of_their_own_and_no_memory_is_read_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that end in a long rest beside others that are shorter than a block; all new memory is not-a-number."""
+    empty = Tensor.new_empty
+
+    def poisoned(like: Tensor, *size: Any, **options: Any) -> Tensor:
+        made = empty(like, *size, **options)
+        return made.fill_(255) if made.dtype == torch.uint8 else made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    memory: Memory = [{} for _ in range(2)]
+    for step in range(2):
+        inputs = [tensors([(1300,), (5,), (1400,), (700,), ()], 10 * step + rank) for rank in range(2)]
+        results, _ = run(laconic.ErrorFeedback(laconic.Quantized(8, block=600)), inputs, memory, step)
+    residual = torch.cat([(memory[0][name]["error"] + memory[1][name]["error"]).view(-1) / 2 for name in memory[0]])
+    assert residual.any(), "it was kept: the verdict was good"
+    assert residual.abs().max() < 0.05
+    truth = torch.stack([torch.cat([t.view(-1) for t in row]) for row in inputs]).mean(0)
+    assert torch.allclose(results[0].mean, truth, atol=0.1)

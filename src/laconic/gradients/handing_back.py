@@ -107,19 +107,24 @@ class HandedBack:
 
 
 _watched: "weakref.WeakSet[HandedBack]" = weakref.WeakSet()
+_watching = threading.Lock()
 _watcher: threading.Thread | None = None
 
 
 def _watch(one: HandedBack) -> None:
     global _watcher
-    _watched.add(one)
-    if _watcher is None or not _watcher.is_alive():  # a fork leaves threads behind
-        _watcher = threading.Thread(target=_keep_polling, name="laconic: peers", daemon=True)
-        _watcher.start()
+    with _watching:
+        _watched.add(one)
+        if _watcher is None or not _watcher.is_alive():  # a fork leaves threads behind
+            _watcher = threading.Thread(target=_keep_polling, name="laconic: peers", daemon=True)
+            _watcher.start()
 
 
 def _keep_polling() -> None:
     while True:
-        time.sleep(polling.POLL_SECONDS / 2)
-        for one in list(_watched):
+        time.sleep(polling.POLL_SECONDS / 4)
+        with _watching:
+            now = list(_watched)
+        for one in now:
             one.poll()
+        del now

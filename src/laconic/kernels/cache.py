@@ -1,4 +1,4 @@
-"""What was compiled, on disk: one file a kernel, found by everything that its bits depend on."""
+"""What was compiled, on disk: one file a kernel, found by everything that its bits depend on, with its checksum beside it."""
 
 import hashlib
 import inspect
@@ -30,19 +30,44 @@ _looked: dict[tuple[str, torch.device], float] = {}
 
 
 def folder() -> Path:
-    """Where compiled kernels are kept: for this user alone, because they are code that is run."""
+    """Where compiled kernels are kept; a RuntimeError where this user has no home."""
     base = os.environ.get(FOLDER) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laconic"
     return Path(base) / "kernels"
 
 
-def file(kernel: "Kernel", device: torch.device) -> Path:
-    """The file of a kernel, whether or not it is there."""
-    return folder() / f"{kernel.name}-{device.type}-{_key(kernel, device.type)}.pt2"
+def refusal() -> str | None:
+    """Why nothing can be kept there, or None: it must be this user's alone, because what is in it is run."""
+    try:
+        place = folder()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(place, os.W_OK):
+            return f"{place} can't be written to; {FOLDER} names another folder"
+    except (OSError, RuntimeError) as error:
+        return f"there is no folder to keep kernels in ({error}); {FOLDER} names one"
+    if not _own(place):
+        return f"others could write to {place}; run chmod 700 on it, or name another folder by {FOLDER}"
+    return None
 
 
-def failure(kernel: "Kernel", device: torch.device) -> Path:
-    """What the compiler said, where it failed."""
-    return file(kernel, device).with_suffix(".failed")
+def file(kernel: "Kernel", device: torch.device) -> Path | None:
+    """The file of a kernel, whether or not it is there; None for one whose source can't be read."""
+    key = _key(kernel, device.type)
+    return folder() / f"{kernel.name}-{device.type}-{key}.pt2" if key else None
+
+
+def checksum(path: Path) -> Path:
+    """Beside a kernel's file; it is written last."""
+    return path.with_suffix(".sha256")
+
+
+def failure(path: Path) -> Path:
+    """What the compiler said, where it failed to make that file."""
+    return path.with_suffix(".failed")
+
+
+def there(path: Path) -> bool:
+    """Whether the file is there and complete, and nobody but this user (or root) can have written it."""
+    return checksum(path).exists() and _own(path) and _own(path.parent)
 
 
 def loaded(kernel: "Kernel", device: torch.device) -> Compiled | None:
@@ -54,24 +79,22 @@ def loaded(kernel: "Kernel", device: torch.device) -> Compiled | None:
     if now - _looked.get(place, -LOOK_SECONDS) < LOOK_SECONDS:
         return None
     _looked[place] = now
-    path = file(kernel, device)
-    if device.type == "meta" or not trusted(path):
+    try:
+        path = None if device.type == "meta" else file(kernel, device)
+    except RuntimeError:  # no home
+        path = None
+    if path is None or not there(path):
         return None
+    _loaded[place] = None
     try:
+        # A damaged file could do worse than fail: it is code.
+        if hashlib.sha256(path.read_bytes()).hexdigest() != checksum(path).read_text():
+            raise ValueError("it is damaged")
         _loaded[place] = compiled.load(path, device)
-    except (RuntimeError, OSError) as error:
-        warnings.warn(f"{path} can't be loaded and is not used; delete it to have it compiled again: {error}", stacklevel=2)
-        _loaded[place] = None
+    except Exception as error:
+        path.unlink(missing_ok=True)
+        warnings.warn(f"{path} can't be loaded, and has been removed; the next run compiles it again: {error}", stacklevel=2)
     return _loaded[place]
-
-
-def trusted(path: Path) -> bool:
-    """Whether it is there, and nobody but this user (or root) can have written it."""
-    try:
-        found, around = path.stat(), path.parent.stat()
-    except OSError:
-        return False
-    return all(each.st_uid in (os.getuid(), 0) and not each.st_mode & 0o022 for each in (found, around))
 
 
 def forget() -> None:
@@ -80,9 +103,21 @@ def forget() -> None:
     _looked.clear()
 
 
+def _own(path: Path) -> bool:
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid in (os.getuid(), 0) and not found.st_mode & 0o022
+
+
 @lru_cache(maxsize=1024)
-def _key(kernel: "Kernel", kind: str) -> str:
-    sources = [inspect.getsource(sys.modules[name]) for name in sorted({kernel.home, kernel.function.__module__})]
+def _key(kernel: "Kernel", kind: str) -> str | None:
+    modules = sorted({kernel.home, kernel.function.__module__, compiled.__name__})
+    try:
+        sources = [inspect.getsource(sys.modules[name]) for name in modules]
+    except (OSError, TypeError, KeyError):  # typed into an interpreter, or installed without its source
+        return None
     parts = [torch.__version__, platform.machine(), _hardware(kind), kernel.name, repr(kernel.specs), *sources]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

@@ -6,10 +6,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from laconic.kernels import cache
 from laconic.kernels.kernel import Kernel
@@ -24,7 +27,7 @@ class CompilerError(RuntimeError):
     """What was asked for can't be compiled here."""
 
 
-_background: list[subprocess.Popen[bytes]] = []  # kept so that those that have ended don't linger as zombies
+_later: dict[Kernel, Path] = {}  # what is to be compiled in the background
 
 
 def checked(fused: object) -> Fused:
@@ -42,21 +45,33 @@ def checked(fused: object) -> Fused:
 def prepare(kernels: Iterable[Kernel], fused: Fused, device: torch.device) -> bool:
     """Whether compiled kernels are to be used; those that are missing get compiled.
 
-    "auto": on the CPU, where there is a compiler, and in the background. True: on any device, and it waits until all are there.
+    "auto": on the CPU, where there is a compiler, in the background: now if a core is free, else when this process ends.
+    (Beside two ranks on two cores, a compiler of the lowest priority doubled the time of a step.) True: on any device, and it waits.
     """
     if not fused or (fused == "auto" and device.type != "cpu"):
         return False
-    importable = [kernel for kernel in dict.fromkeys(kernels) if kernel.home != "__main__"]
-    missing = [kernel for kernel in importable if not cache.trusted(cache.file(kernel, device))]
+    try:
+        lacking = missing(kernels, device)
+    except RuntimeError as error:  # no home
+        if fused == "auto":
+            return False
+        raise CompilerError(f"fused=True: {error}") from error
     if fused == "auto":
-        missing = [kernel for kernel in missing if not cache.failure(kernel, device).exists()]
-        if missing and compiler() is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-            _background[:] = [process for process in _background if process.poll() is None]
-            _background.append(_start(missing, device, nice=19))
+        new = {kernel: path for kernel, path in lacking.items() if not cache.failure(path).exists()}
+        if new and compiler() is not None and os.environ.get("LOCAL_RANK", "0") == "0" and cache.refusal() is None:
+            _later.update(new)
+            if _core_is_free():
+                _compile_later()
         return True
-    if missing:
-        _compile_now(missing, device)
+    if lacking:
+        _compile_now(lacking, device)
     return True
+
+
+def missing(kernels: Iterable[Kernel], device: torch.device) -> dict[Kernel, Path]:
+    """Those that are to be compiled, and where to."""
+    paths = {kernel: cache.file(kernel, device) for kernel in kernels if kernel.home != "__main__"}
+    return {kernel: path for kernel, path in paths.items() if path is not None and not cache.there(path)}
 
 
 def compiler() -> str | None:
@@ -65,36 +80,48 @@ def compiler() -> str | None:
     return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
 
 
-def _compile_now(missing: Sequence[Kernel], device: torch.device) -> None:
+def _compile_now(lacking: Mapping[Kernel, Path], device: torch.device) -> None:
     """Wait until they are compiled, by this process or another."""
     if device.type == "cpu" and compiler() is None:
         raise CompilerError(
             "fused=True compiles with a C++ compiler, and there is no g++ or clang++; install one, or leave fused at 'auto'"
         )
-    process, start = _start(missing, device, nice=0), time.monotonic()
+    refused = cache.refusal()
+    if refused is not None:
+        raise CompilerError(f"fused=True: {refused}")
+    try:
+        process, start = _start(lacking, device, nice=0), time.monotonic()
+    except OSError as error:
+        raise CompilerError(f"fused=True: the compiler can't be started: {error}") from error
     while process.poll() is None:
         if time.monotonic() - start > LIMIT_SECONDS:
             process.kill()
             raise CompilerError(f"fused=True: compiling took longer than {LIMIT_SECONDS:.0f} s; leave fused at 'auto'")
         time.sleep(0.1)
-    for kernel in missing:
-        if not cache.trusted(cache.file(kernel, device)):
-            report = cache.failure(kernel, device)
-            said = report.read_text()[-2000:] if report.exists() else f"the compiling process ended with {process.returncode}"
+    for kernel, path in lacking.items():
+        if not cache.there(path):
+            report = cache.failure(path)
+            said = report.read_text()[-2000:] if report.exists() else _log().read_text()[-2000:]
             raise CompilerError(f"fused=True: {kernel.name} can't be compiled here; leave fused at 'auto'. It says: {said}")
 
 
-def _start(kernels: Sequence[Kernel], device: torch.device, nice: int) -> subprocess.Popen[bytes]:
-    jobs = [f"{kernel.home}:{kernel.name}" for kernel in kernels]
+def _log() -> Path:
+    """What the compiling process says beside that."""
+    return cache.folder() / "log"
+
+
+def _start(lacking: Mapping[Kernel, Path], device: torch.device, nice: int) -> subprocess.Popen[bytes]:
+    jobs = [f"{kernel.home}:{kernel.name}:{path.name}" for kernel, path in lacking.items()]
     # In a session of its own: what is compiled is of use to the next run, even if this one ends before.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "laconic.kernels.compiler", device.type, str(nice), *jobs],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**_without_launcher(os.environ), cache.FOLDER: str(cache.folder().parent)},
-    )
+    with _log().open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "laconic.kernels.compiler", device.type, str(nice), *jobs],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**_without_launcher(os.environ), cache.FOLDER: str(cache.folder().parent)},
+        )
 
 
 def _without_launcher(environment: "os._Environ[str]") -> dict[str, str]:
@@ -104,8 +131,15 @@ def _without_launcher(environment: "os._Environ[str]") -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(ours) and name not in rank}
 
 
+def _core_is_free() -> bool:
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
+    return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()
+
+
 @atexit.register
-def _leave() -> None:
-    """Compilation goes on when this process ends, and Python need not warn of it."""
-    for process in _background:
-        process.returncode = process.poll() or 0
+def _compile_later() -> None:
+    """In a process that goes on when this one ends, so that Python need not warn of it."""
+    if _later:
+        with suppress(OSError):  # no room for another process: it goes without
+            _start(_later, torch.device("cpu"), nice=19).returncode = 0
+    _later.clear()

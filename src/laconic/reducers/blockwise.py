@@ -13,7 +13,7 @@ from laconic.comm.exchange import Exchange, Reduced
 from laconic.reducers.base import finite
 from laconic.reducers.codecs import Codec
 
-SHORT = 4096  # what is left of a parameter behind its whole blocks is taken together with others', up to so many numbers
+SHORT = 512  # what is left of a parameter behind its whole blocks is taken together with others', up to so many numbers
 
 
 class Run(NamedTuple):
