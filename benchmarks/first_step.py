@@ -168,8 +168,8 @@ def main() -> None:
     legend = (
         f"From a finished DDP to the end of the first training step, and the median step after it, to step {STEPS}: "
         f"{LAYERS} layers of {WIDTH}x{WIDTH}, batches of {BATCH}, SGD, {WORLD} new processes each time, all imported before. "
-        f"Medians of {REPEATS} interleaved repeats and their standard errors, pair by pair. With an empty cache, a compiler of "
-        f"low priority runs beside all steps. At most {TARGET} of DDP's first step."
+        f"Medians of {REPEATS} interleaved repeats and their standard errors, pair by pair. With an empty cache, nothing "
+        f"is compiled before the end. At most {TARGET} of DDP's first step."
     )
     report("first_step", "The first step", rows, legend, ratios)
 

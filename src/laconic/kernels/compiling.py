@@ -46,7 +46,8 @@ def prepare(kernels: Iterable[Kernel], fused: Fused, device: torch.device) -> bo
     """Whether compiled kernels are to be used; those that are missing get compiled.
 
     "auto": on the CPU, where there is a compiler, in the background: now if a core is free, else when this process ends.
-    (Beside two ranks on two cores, a compiler of the lowest priority doubled the time of a step.) True: on any device, and it waits.
+    (Beside two ranks on two cores, a compiler of the lowest priority doubled the time of a step.) True: on any device, and
+    it waits.
     """
     if not fused or (fused == "auto" and device.type != "cpu"):
         return False
