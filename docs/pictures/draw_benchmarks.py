@@ -76,30 +76,23 @@ def growth() -> go.Figure:
 
 
 def compressors() -> go.Figure:
-    found = [row for row in rows("compressor_cost") if row["processes"] == 2][::-1]
-    figure = make_subplots(
-        cols=2,
-        shared_yaxes=True,
-        subplot_titles=["time, relative to torch's hook", "peak extra memory, in buckets"],
-        horizontal_spacing=0.03,
-    )
-    names = [row["reducer"].replace(" against ", "<br>against ") for row in found]
-    figure.add_bar(
-        x=[float(row["median, relative"]) for row in found],
-        y=names,
-        orientation="h",
-        marker_color=OURS,
-        name="time",
-        row=1,
-        col=1,
-        showlegend=False,
-    )
-    figure.add_vline(x=1, line_dash="dot", row=1, col=1)
-    for column, label, paint in (("peak, buckets", "laconic", OURS), ("torch, buckets", "torch", THEIRS)):
+    found = rows("compressor_cost")
+    names = list(dict.fromkeys(f"{row['reducer']}<br>against {row['against']}" for row in found))[::-1]
+    figure = go.Figure()
+    for processes, paint in ((4, LIMIT), (2, THEIRS), (1, OURS)):
+        times = {f"{row['reducer']}<br>against {row['against']}": row for row in found if row["processes"] == processes}
         figure.add_bar(
-            x=[float(row[column]) for row in found], y=names, orientation="h", marker_color=paint, name=label, row=1, col=2
+            x=[float(times[name]["relative"]) for name in names],
+            error_x={"array": [float(times[name]["+-"]) for name in names]},
+            y=names,
+            orientation="h",
+            marker_color=paint,
+            name=f"{processes} processes" if processes > 1 else "1 process",
         )
-    return figure.update_layout(title="Compressing 19 MB of gradients, 2 processes, one core each", height=760, width=1000)
+    figure.add_vline(x=1, line_dash="dot")
+    figure.update_xaxes(type="log", title="time, relative to torch's hook")
+    figure.update_layout(legend_traceorder="reversed")
+    return figure.update_layout(title="Compressing 19 MB of gradients, kernels compiled, two cores", height=900, width=1000)
 
 
 def frontier() -> go.Figure:
