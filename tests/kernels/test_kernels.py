@@ -67,6 +67,8 @@ def same(kernel: Kernel) -> None:
         eager = [filled(spec, sizes, draw) for spec in kernel.specs]
         if "quantize" in kernel.name or "stochastic" in kernel.name:  # scales that codes can be made with
             eager[-1] = eager[0].abs().amax(1)
+        if "stochastic" in kernel.name:
+            eager[1] = torch.rand(eager[1].shape, generator=draw)
         fused = [tensor.clone() for tensor in eager]
         kernel(*eager)
         assert cache.loaded(kernel, CPU) is not None
