@@ -1,5 +1,8 @@
 """Ways of using DDP that a hook must bear: uneven loaders, fused optimizers, modules wrapped twice, sparse gradients."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -383,3 +386,21 @@ def test_zero_with_a_learning_rate_that_changes() -> None:
 
 def test_zero_with_unused_parameters() -> None:
     ranks(2, zero, True)
+
+
+def until_killed(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(300, 300))
+    model.register_comm_hook(None, default().allreduce_hook)
+    try:
+        for step in range(20):
+            if (rank, step) == (1, 3):
+                os.kill(os.getpid(), signal.SIGKILL)
+            model(torch.ones(2, 300)).sum().backward()
+    except RuntimeError:
+        Path(folder, f"{rank} {step}").touch()
+
+
+def test_a_lost_peer_is_an_error_and_not_a_gradient(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="the process died"):
+        last_ranks(2, until_killed, str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["0 3"]

@@ -10,6 +10,7 @@ from laconic.run.run import engine_of
 from laconic.strategies.recipe import recipes
 from tests.live import ranks
 from tests.models import build, chain, everywhere_equal, same_bits, vectors, weights
+from tests.reducers.every import Memory, bits, run, tensors
 
 COMPRESSED = [name for name in sorted(recipes()) if name not in ("auto", "ddp", "silent") and not recipes()[name]().averaging]
 
@@ -152,3 +153,32 @@ def short(rank: int) -> None:
 
 def test_a_warm_up_that_never_ends_is_said() -> None:
     ranks(2, short)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_rank_without_a_residual_has_the_same_mean(rank: int) -> None:
+    """After a resume on more ranks, say. Those that hold one write it and the mean in one go, where the rank is low."""
+    reducer = laconic.ErrorFeedback(laconic.PowerSGD(rank, min_compression_rate=1))
+    memory: Memory = [{} for _ in range(3)]
+    for step in range(3):
+        if step == 2:
+            for slot in memory[1].values():
+                del slot["error"]
+        inputs = [tensors([(40, 17), (5,), (9, 30)], 10 * step + each) for each in range(3)]
+        results, _ = run(reducer, inputs, memory, step)
+        assert all(torch.equal(bits(result.mean), bits(results[0].mean)) for result in results)
+
+
+def test_a_wrapper_between_feedback_and_low_rank_loses_nothing() -> None:
+    """The momentum of the gradient is not the gradient: its error must not be written as the gradient's."""
+    reducer = laconic.ErrorFeedback(laconic.Momentum(laconic.PowerSGD(1, min_compression_rate=1)))
+    memory: Memory = [{} for _ in range(2)]
+    applied = truth = size = torch.zeros(())
+    for step in range(12):
+        inputs = [tensors([(20, 9), (5,)], 10 * step + rank) for rank in range(2)]
+        results, _ = run(reducer, inputs, memory, step)
+        exact = torch.stack([torch.cat([tensor.reshape(-1) for tensor in row]) for row in inputs]).double().mean(0)
+        applied, truth, size = applied + results[0].mean.double(), truth + exact, size + exact.abs()
+    kept = [torch.cat([slot["error"].reshape(-1) for slot in slots.values()]) for slots in memory]
+    residual = torch.stack(kept).double().mean(0)
+    assert ((applied + residual - truth).abs() <= 1e-5 * size.max()).all()

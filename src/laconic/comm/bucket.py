@@ -35,8 +35,8 @@ class Bucket:
     scale: float | Tensor = 1.0  # what the loss was multiplied by: memory is kept in units of the unscaled loss
     feedback: bool = False  # somebody will read `Reduced.error`; else it needn't be worked out
     fused: bool = False  # compiled kernels may be used, where they are there
-    # Error feedback's residual, laid out as `flat`, which it has added already: a reducer may write its error there in
-    # `Reduced.finish`, where `Reduced.good` is true, and return it as `Reduced.error`. That saves passes over memory.
+    # Given to a reducer with `writes_residual`: error feedback's residual, laid out as `flat`, which has it already. The
+    # reducer writes its error there in `Reduced.finish`, where `Reduced.good` is true. That saves passes over memory.
     residual: Tensor | None = None
 
     @property

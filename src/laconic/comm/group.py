@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -130,7 +130,13 @@ class _TorchHandle:
 
     def future(self) -> Future[Tensor]:
         answer = self.answer
-        return self.work.get_future().then(lambda done: done.value()[0] if answer.is_sparse else answer)
+
+        def landed(done: Future[Any]) -> Tensor:
+            value = done.value()  # raises where the collective failed
+            first: Tensor = value[0] if answer.is_sparse else answer
+            return first
+
+        return self.work.get_future().then(landed)
 
     def when_done(self, call: Callable[[], None]) -> None:
         self.work.get_future().add_done_callback(lambda _: call())

@@ -15,6 +15,7 @@ from laconic.cost.around import DELTA_PASSES, GRADIENT_PASSES, MEAN_PASSES, TENS
 from laconic.cost.step_time import Exchange, Step
 from laconic.forecast.exchanges import Sent
 from laconic.forecast.timeline import StepTraffic
+from laconic.kernels.compiling import checked
 from laconic.local.parameter_averaging import mean
 from laconic.reducers.base import Reducer
 from laconic.strategies.strategy import Strategy
@@ -111,6 +112,7 @@ def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) ->
     A mean, because processes that share cores interrupt each other now and then, which a median would not see.
     """
     rows: list[list[float]] = []
+    fused = checked("auto") is not False  # what is compiled already, as a run would use it
     like = [torch.empty(shape, device="meta") for shape in shapes]
     source, cold = torch.randn(sum(each.numel() for each in like)), torch.ones(COLD)
     slots: list[dict[str, torch.Tensor]] = [{} for _ in like]
@@ -121,7 +123,7 @@ def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) ->
         if reducer is None:
             rounds = mean(flat, 0, world)
         else:
-            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, len(rows), fused=True)
+            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, len(rows), fused=fused)
             rounds = reducer.reduce(bucket)
         rows.append(work_of(rounds, world))
     length = len(rows[-1])

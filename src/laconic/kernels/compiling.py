@@ -134,7 +134,8 @@ def _without_launcher(environment: "os._Environ[str]") -> dict[str, str]:
 
 def _core_is_free() -> bool:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size() if dist.is_initialized() else 1))
-    return len(os.sched_getaffinity(0)) > ranks * torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > ranks * torch.get_num_threads()
 
 
 @atexit.register

@@ -83,6 +83,8 @@ class Reducer(ABC):
     memory: ClassVar[Mapping[str, Memory]] = {}
     # Exchanges after which it sends as much again: `predict` works out no more of them. One that takes more turns says so.
     exchange_cycle: ClassVar[int] = 2
+    # Whether it writes its error into `bucket.residual`, where that is given, and returns it as `Reduced.error`.
+    writes_residual: ClassVar[bool] = False
     # Whether a bucket may hold this rank's shards of parameters instead of whole ones.
     takes_shards: ClassVar[bool] = True
 

@@ -46,9 +46,7 @@ class BatchedPowerSGD(Reducer):
         square = flat.new_zeros(side * side)
         square[:count] = flat
         # The square's memory is kept with the bucket's first parameter.
-        one = replace(
-            bucket, flat=square, views=[square.view(side, side)], names=bucket.names[:1], slots=bucket.slots[:1], residual=None
-        )
+        one = replace(bucket, flat=square, views=[square.view(side, side)], names=bucket.names[:1], slots=bucket.slots[:1])
         inner = PowerSGD(self.rank, min_compression_rate=1, warm_start=self.warm_start, seed=self.seed)
         mean, error, finish, good = yield from inner.reduce(one)
 

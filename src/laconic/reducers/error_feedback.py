@@ -60,7 +60,7 @@ class ErrorFeedback(Reducer):
             add_scaled(bucket.flat, kept, self.decay * bucket.scale)
         # The residual can be written in place where asking for the verdict costs nothing, and no scale has to be taken out.
         scaled = isinstance(bucket.scale, Tensor) or bucket.flat.device.type != "cpu" or dtype != bucket.flat.dtype
-        room = None if scaled else kept
+        room = kept if self.inner.writes_residual and not scaled else None
         mean, error, finish, good = yield from self.inner.reduce(replace(bucket, feedback=True, residual=room))
         verdict = finite(mean) if good is None else good
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.bucket import Bucket, Slot
-from laconic.kernels.kernel import Kernel, Spec
+from laconic.kernels.kernel import PIECE, Kernel, Spec
 from laconic.reducers.randomness import normal
 
 # Up to this rank, the mean and the error are written in one pass, vector by vector. On 19 MB, one core, one and two vectors
@@ -166,9 +166,21 @@ def matrix_views(flat: Tensor, parts: Split) -> list[Tensor]:
 def rebuild(whole: Tensor, p: Factors, q: Factors, rest: Tensor) -> None:
     """Every matrix as the product of its factors, and between them what was sent as it is."""
     for matrix, tall, wide in zip(matrix_views(whole, p.parts), p.each(), q.each(), strict=True):
-        torch.mm(tall.T, wide, out=matrix)
+        _write_product(matrix, tall, wide)
     for span, piece in zip(_spans(whole, p.parts), _pieces(rest, p.parts), strict=True):
         span.copy_(piece)
+
+
+def _write_product(matrix: Tensor, tall: Tensor, wide: Tensor) -> None:
+    if len(tall) > FEW:
+        torch.mm(tall.T, wide, out=matrix)
+        return
+    # To the same bits as `end`, which ranks that hold a residual call instead: not all need hold one.
+    step = max(1, PIECE // max(1, matrix.shape[1]))
+    for rows, columns in zip(torch.split(matrix, step), torch.split(tall.unsqueeze(2), step, dim=1), strict=True):
+        torch.mul(columns[0], wide[0], out=rows)
+        for column, row in zip(columns[1:], wide[1:], strict=True):
+            rows.add_(column * row)
 
 
 def leave_out(whole: Tensor, p: Factors, q: Factors) -> None:
@@ -199,8 +211,8 @@ _ENDINGS = {rank: _ending(rank) for rank in range(1, FEW + 1)}
 
 
 def endings(rank: int) -> list[Kernel]:
-    """The kernels by which exchanges of this rank may end: a small matrix has a lower one."""
-    return [_ENDINGS[rank]] if rank in _ENDINGS else []
+    """The kernels by which exchanges of this rank may end: a small matrix has a lower rank."""
+    return [kernel for lower, kernel in _ENDINGS.items() if lower <= rank <= FEW]
 
 
 def ends_at_once(bucket: Bucket, whole: Tensor, rank: int) -> bool:

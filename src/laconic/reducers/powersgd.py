@@ -49,6 +49,7 @@ class PowerSGD(Reducer):
     warm_start: bool = True
     seed: int = 0
     memory = {"q": "shared"}  # noqa: RUF012  (declared as a ClassVar)
+    writes_residual = True
 
     def __post_init__(self) -> None:
         checked_rank(self.rank, self.min_compression_rate)
