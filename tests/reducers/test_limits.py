@@ -448,7 +448,7 @@ def test_long_rests_are_blocks_of_their_own_and_no_memory_is_read_that_nobody_wr
     monkeypatch.setattr(Tensor, "new_empty", poisoned)
     memory: Memory = [{} for _ in range(2)]
     for step in range(2):
-        inputs = [tensors([(1300,), (5,), (1400,), (700,), ()], 10 * step + rank) for rank in range(2)]
+        inputs = [tensors([(1150,), (1300,), (5,), (1400,), (700,), ()], 10 * step + rank) for rank in range(2)]
         results, _ = run(laconic.ErrorFeedback(laconic.Quantized(8, block=600)), inputs, memory, step)
     residual = torch.cat([(memory[0][name]["error"] + memory[1][name]["error"]).view(-1) / 2 for name in memory[0]])
     assert residual.any(), "it was kept: the verdict was good"
