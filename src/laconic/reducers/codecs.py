@@ -151,7 +151,8 @@ def codec(
 ) -> Codec:
     """A codec of `code`, from numbers in units of their scale, which it may overwrite, and `number`, back from codes."""
 
-    def write(numbers: Tensor, noise: Tensor | None, codes: Tensor, scales: Tensor) -> None:
+    def quantize(numbers: Tensor, *rest: Tensor) -> None:
+        noise, codes, scales = rest if len(rest) == 3 else (None, *rest)
         if limit is not None:
             scales.copy_(numbers.abs().amax(1).mul_(1 / limit))
         # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.
@@ -162,20 +163,11 @@ def codec(
             scaled = scaled.add_(noise).floor_().clamp_max_(limit)
         codes.copy_(code(scaled))
 
-    def leave(numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def quantize_left(numbers: Tensor, *rest: Tensor) -> None:
+        quantize(numbers, *rest)
+        codes, scales = rest[-2:]
         # Two roundings, as the peers have: what is kept is what they lack, to the bit.
         numbers.sub_(number(codes).mul_(scales.unsqueeze(1)))
-
-    def quantize(numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
-        write(numbers, None, codes, scales)
-
-    def quantize_left(numbers: Tensor, codes: Tensor, scales: Tensor) -> None:
-        write(numbers, None, codes, scales)
-        leave(numbers, codes, scales)
-
-    def stochastic_left(numbers: Tensor, noise: Tensor, codes: Tensor, scales: Tensor) -> None:
-        write(numbers, noise, codes, scales)
-        leave(numbers, codes, scales)
 
     def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
         out.copy_(number(codes)).mul_(scales.unsqueeze(1))
@@ -200,6 +192,6 @@ def codec(
         mean,
         kernel("pack", pack, *packed) if pack is not None else None,
         kernel("unpack", unpack, *packed) if unpack is not None else None,
-        kernel("stochastic", write, NUMBERS, NUMBERS, coded, SCALES) if stochastic else None,
-        kernel("stochastic-left", stochastic_left, NUMBERS, NUMBERS, coded, SCALES) if stochastic else None,
+        kernel("stochastic", quantize, NUMBERS, NUMBERS, coded, SCALES) if stochastic else None,
+        kernel("stochastic-left", quantize_left, NUMBERS, NUMBERS, coded, SCALES) if stochastic else None,
     )
