@@ -152,15 +152,15 @@ def codec(
     """A codec of `code`, from numbers in units of their scale, which it may overwrite, and `number`, back from codes."""
 
     def quantize(numbers: Tensor, *rest: Tensor) -> None:
-        noise, codes, scales = rest if len(rest) == 3 else (None, *rest)
+        (*noise, codes, scales) = rest
         if limit is not None:
             scales.copy_(numbers.abs().amax(1).mul_(1 / limit))
         # A block of zeros, or of next to nothing, becomes zeros; what is not a number is in the scale.
         scaled = numbers * torch.where(scales >= TINY, 1 / scales, 0).unsqueeze(1)
-        if noise is not None:
+        if noise:
             # fp32 rounds limit + noise up to limit + 1 where the noise is next to 1: as a code, a negative number.
             assert limit is not None
-            scaled = scaled.add_(noise).floor_().clamp_max_(limit)
+            scaled = scaled.add_(noise[0]).floor_().clamp_max_(limit)
         codes.copy_(code(scaled))
 
     def quantize_left(numbers: Tensor, *rest: Tensor) -> None:
