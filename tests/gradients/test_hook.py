@@ -14,6 +14,7 @@ from laconic.comm.collectives import AllReduce, Collective
 from laconic.comm.exchange import Exchange, Reduced
 from laconic.comm.group import CommunicationError
 from laconic.comm.ledger import Ledger
+from laconic.comm.pipeline import DEPTH
 from laconic.gradients.hook import GradientHook
 from laconic.reducers.base import Reducer
 from laconic.reducers.exact import Exact
@@ -144,22 +145,28 @@ class Rounds(Reducer):
 PARAMETERS = [torch.ones(2) for _ in range(4)]
 
 
-def listed(counts: Sequence[int]) -> tuple[GradientHook, Listed, dict[str, dict[str, Tensor]]]:
+def listed(counts: Sequence[int], depth: int = DEPTH) -> tuple[GradientHook, Listed, dict[str, dict[str, Tensor]]]:
     group, memory = Listed(), {str(place): {} for place in range(4)}  # type: ignore[var-annotated]
     names = {id(parameter): str(place) for place, parameter in enumerate(PARAMETERS)}
-    return GradientHook(Rounds(counts), group, names, memory, Ledger()), group, memory
+    return GradientHook(Rounds(counts), group, names, memory, Ledger(), depth), group, memory
 
 
 def arrive(hook: GradientHook, *places: int, last: int | None = 3) -> list[Future[Tensor]]:
     return [hook.arrive(Filled(PARAMETERS[place], place, place == last)) for place in places]
 
 
-def test_collectives_leave_in_the_order_that_the_docs_say() -> None:
+IN_BETWEEN = {
+    1: [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (3, 1), (3, 2)],
+    2: [(0, 0), (1, 0), (2, 0), (0, 1), (3, 0), (0, 2), (1, 1), (3, 1), (3, 2)],
+}
+
+
+@pytest.mark.parametrize("depth", [1, DEPTH])
+def test_collectives_leave_in_the_order_that_the_docs_say(depth: int) -> None:
     """docs/ordering.md: rules 1 to 3."""
-    hook, group, memory = listed([3, 2, 1, 3])
+    hook, group, memory = listed([3, 2, 1, 3], depth)
     at_the_end = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (1, 1), (3, 1), (0, 2), (3, 2)]
-    in_between = [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2), (3, 0), (3, 1), (3, 2)]
-    for wanted in (at_the_end, in_between, in_between):  # what is expected is what came before
+    for wanted in (at_the_end, IN_BETWEEN[depth], IN_BETWEEN[depth]):  # what is expected is what came before
         group.left.clear()
         futures = arrive(hook, 0, 1, 2)
         assert not any(future.done() for future in futures)
@@ -176,7 +183,7 @@ def test_collectives_leave_in_the_order_that_the_docs_say() -> None:
 
 
 def test_another_layout_of_buckets_is_expected_anew() -> None:
-    hook, group, _ = listed([2, 2, 2, 2])
+    hook, group, _ = listed([2, 2, 2, 2], depth=1)
     for _ in range(2):
         arrive(hook, 0, 1, 2, 3)
     assert hook.layout() == [["0"], ["1"], ["2"], ["3"]]

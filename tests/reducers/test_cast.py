@@ -7,7 +7,7 @@ import torch
 
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
-from tests.reducers.every import Memory, bits, run, tensors
+from tests.reducers.every import Memory, bits, bucket, run, tensors
 
 both = pytest.mark.parametrize("dtype", list(DTYPES))
 
@@ -84,3 +84,24 @@ def test_pieces_give_the_bits_of_the_whole(dtype: str, monkeypatch: pytest.Monke
         assert other.error is not None
         assert torch.equal(bits(one.mean), bits(other.mean))
         assert torch.equal(bits(one.error), bits(other.error))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1, 3, 130, 131])
+def test_a_message_in_the_place_of_its_numbers_gives_the_same_mean(
+    dtype: str, given: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laconic.reducers.cast.PIECE", 32)
+    monkeypatch.setattr("laconic.reducers.cast.FIRST", 8)
+    inputs = [tensors([(count,)], rank, given) for rank in range(3)]
+    apart = run(Cast(dtype), inputs, [{} for _ in range(3)], 0, feedback=True)[0]
+    in_place = run(Cast(dtype), inputs, [{} for _ in range(3)], 0)[0]
+    for one, other in zip(apart, in_place, strict=True):
+        assert torch.equal(bits(one.mean), bits(other.mean))
+
+
+def test_a_message_takes_no_memory_of_its_own() -> None:
+    one = bucket([torch.ones(1000)], {}, 0, 2, 0, feedback=False)
+    collective = next(Cast("fp16").reduce(one))
+    assert collective.tensor.untyped_storage().data_ptr() == one.flat.untyped_storage().data_ptr()

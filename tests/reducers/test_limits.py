@@ -1,5 +1,6 @@
 """Settings in which a compressor must give the exact mean, or something that can be written down."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -455,3 +456,15 @@ def test_long_rests_are_blocks_of_their_own_and_no_memory_is_read_that_nobody_wr
     assert residual.abs().max() < 0.05
     truth = torch.stack([torch.cat([t.view(-1) for t in row]) for row in inputs]).mean(0)
     assert torch.allclose(results[0].mean, truth, atol=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 16, 17, 100])
+def test_the_largest_entries_of_pieces_are_those_of_the_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = [tensors([(size,)], rank) for rank in range(2)]
+    inputs[0][0][0] = math.nan
+    reducer = laconic.TopK(0.3, phases=1)
+    whole = run(reducer, inputs, [{}, {}], 0)[0]
+    monkeypatch.setattr("laconic.reducers.topk.PIECE", 16)
+    pieces = run(reducer, inputs, [{}, {}], 0)[0]
+    for one, other in zip(whole, pieces, strict=True):
+        assert torch.equal(bits(one.mean), bits(other.mean))

@@ -12,6 +12,11 @@ from torch import Tensor, nn
 from laconic._torch.private_names import FSDP_COLLECTIVES, part
 
 
+def sharding_is_imported() -> bool:
+    """Whether anybody in this process can have made a DTensor, or sharded a module."""
+    return "torch.distributed.tensor" in sys.modules or "torch.distributed.fsdp" in sys.modules
+
+
 def is_dtensor(tensor: object) -> bool:
     """Whether it is a DTensor, of which each rank holds a part. Importing them takes seconds: who has one has imported them."""
     module = sys.modules.get("torch.distributed.tensor")

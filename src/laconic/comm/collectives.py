@@ -107,7 +107,7 @@ class AllReduce(Collective):
 
     def launch(self, group: dist.ProcessGroup) -> tuple[Work, Tensor]:
         # 1/N first and by multiplication, as DDP without a hook does: no overflow of the sum, and its very bits.
-        answer = self.tensor.mul_(1 / group.size())
+        answer = self.tensor if group.size() == 1 else self.tensor.mul_(1 / group.size())
         return group.allreduce([answer]), answer  # `dist.all_reduce` asks more than this call takes
 
     def answers(self, tensors: Sequence[Tensor]) -> list[Tensor]:

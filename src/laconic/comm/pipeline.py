@@ -13,6 +13,10 @@ from laconic.comm.exchange import Answer, PendingExchange, Rounds
 from laconic.comm.group import Group
 from laconic.comm.ledger import Ledger
 
+# Inside backward, a bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
+DEPTH = 2
+WINDOW = 4  # between steps: exchanges outstanding at a time; while some travel, another is filled or emptied
+
 
 class Pipeline:
     """Runs the exchanges that are added to it, over one group.
@@ -68,12 +72,13 @@ class Pipeline:
                 pass
 
     def finish(self) -> None:
-        """Complete every exchange: the rounds that are expected, then a wait for all, then rounds that nobody expected."""
+        """Complete every exchange: the rounds that are expected first, then one after the other, whatever it has left.
+
+        While one is decoded, those behind it travel.
+        """
         unfinished = self._pending
         while unfinished := [pending for pending in unfinished if self._launch_expected(*pending)]:
             pass
-        for _, exchange in self._pending:
-            exchange.wait()
         unfinished = self._pending
         while unfinished := [(key, exchange) for key, exchange in unfinished if exchange.advance()]:
             pass

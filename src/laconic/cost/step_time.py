@@ -1,8 +1,8 @@
 """How long a step takes under a strategy: a small simulation of one worker's training thread and its cable.
 
 The training thread computes, encodes and decodes; collectives travel on the cable meanwhile, and the thread waits where a run
-waits. Which round leaves when is the pipeline's rule (`comm/pipeline.py`): in backward, a bucket's next round leaves when the
-next bucket is ready; between steps, a few exchanges are outstanding at a time; outstanding fragments send their rounds at
+waits. Which round leaves when is the pipeline's rule (`comm/pipeline.py`): in backward, a bucket's next round leaves when a
+later bucket is ready; between steps, a few exchanges are outstanding at a time; outstanding fragments send their rounds at
 fixed steps.
 
 Workers are not equally fast in every step. A round begins when the slowest of them launches it. Since they last waited for
@@ -17,9 +17,9 @@ from functools import cache
 from statistics import NormalDist
 from typing import Protocol
 
+from laconic.comm.pipeline import DEPTH, WINDOW
 from laconic.cost.network import Cable, Network
 
-DEPTH, WINDOW = 1, 4  # of the pipelines in backward, and between steps
 CYCLES = 3  # until a strategy's cycle repeats itself: what is outstanding at its start is what its end leaves
 
 

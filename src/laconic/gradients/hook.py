@@ -17,12 +17,9 @@ from laconic.comm.exchange import PendingExchange, Reduced, Rounds, check_reduce
 from laconic.comm.group import CommunicationError, Group, TorchGroup
 from laconic.comm.inspection import Inspector
 from laconic.comm.ledger import Ledger
-from laconic.comm.pipeline import Pipeline
+from laconic.comm.pipeline import DEPTH, Pipeline
 from laconic.gradients.handing_back import HandedBack, new_future
 from laconic.reducers.base import Reducer
-
-# A bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
-DEPTH = 1
 
 
 class Gradients(Protocol):

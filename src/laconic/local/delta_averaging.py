@@ -13,15 +13,18 @@ from laconic.comm.flat_tensors import local, squared_norm, unflatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, sync_of_deltas
 from laconic.comm.ledger import Ledger
-from laconic.comm.pipeline import Pipeline
+from laconic.comm.pipeline import WINDOW, Pipeline
 from laconic.local.anchors import Anchors, InnerGroups
 from laconic.local.fragment_exchange import FragmentExchange, PendingBucket
 from laconic.local.fragments import buckets
 from laconic.local.outliers import Norms
-from laconic.local.parameter_averaging import WINDOW
 from laconic.ranks.presence import Heartbeat, gather_flags, heartbeat
 from laconic.reducers.base import finite
 from laconic.strategies.strategy import Deltas
+
+
+def _nothing(fragments: Sequence[int]) -> None:
+    """Nobody has to be asked."""
 
 
 class DeltaAverager:
@@ -63,11 +66,15 @@ class DeltaAverager:
         self._heartbeats, self._island = heartbeats, island  # who must be there; who holds the other shards of this replica
         self._on_reset = on_reset  # given the names of parameters that went back to the anchor
         self._rates = [rate for _, rate in inner] if rates else []
-        self._memory: dict[str, Slot] = {name: {} for name in parameters}
+        self.memory: dict[str, Slot] = {name: {} for name in parameters}
         self._exchanges = [0] * len(fragments)  # that each fragment has begun
         self._expected: dict[Hashable, int] = {}  # rounds that a bucket took in its last exchange, by its first parameter
         self.skipped = 0  # syncs that moved nothing
         self._norms = [Norms(deltas.outlier) for _ in fragments]
+        # For workers that may come and go: how much each fragment of this rank counts, 1 on average; and what is asked before
+        # anything is written, which may raise.
+        self.weights: Mapping[int, float] = {}
+        self.confirm: Callable[[Sequence[int]], None] = _nothing
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
         self._outstanding: list[FragmentExchange] = []
         tensors = {name: local(parameter) for name, parameter in parameters.items()}
@@ -106,6 +113,8 @@ class DeltaAverager:
         complete = [one for one in self._outstanding if step >= one.launched + delay]
         for one in complete:
             self._finish(one)
+        if complete:
+            self.confirm([one.fragment for one in complete])
         self._apply(complete)  # before anything else is sent, which may fail
         for one in self._outstanding:
             one.pipeline.advance(step - one.launched, delay)
@@ -113,6 +122,8 @@ class DeltaAverager:
             self._outstanding += [self._launch(number, step, self._filled(number, step)) for number in departures]
         else:
             complete = [self._exchange(number, step) for number in departures]
+            if complete:
+                self.confirm([one.fragment for one in complete])
             self._apply(complete)
         return {one.fragment: one.heartbeat.result for one in complete}
 
@@ -126,9 +137,21 @@ class DeltaAverager:
     @torch.no_grad()
     def release(self) -> None:
         """What error feedback still holds goes into the parameters, once, and is forgotten."""
-        for name, slot in self._memory.items():
+        for name, slot in self.memory.items():
             if RESIDUAL in slot:
                 self._parameter(name).sub_(slot.pop(RESIDUAL))
+
+    def exchanges(self) -> list[int]:
+        """How many each fragment has begun."""
+        return list(self._exchanges)
+
+    def undo(self, exchanges: Sequence[int]) -> list[int]:
+        """The exchanges since then came to nothing, on all ranks; the fragments whose deltas were outstanding."""
+        lost = [one.fragment for one in self._outstanding]
+        self.abandon()
+        self._exchanges = list(exchanges)
+        self._expected.clear()
+        return lost
 
     def abandon(self) -> None:
         """Forget what is outstanding."""
@@ -147,7 +170,7 @@ class DeltaAverager:
         self._judge(exchange)
         if exchange.problem is None:
             for bucket in self._filled(fragment, step):
-                exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket)))
+                exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket, fragment)))
         pipeline.finish()
         return exchange
 
@@ -159,7 +182,7 @@ class DeltaAverager:
         exchange = FragmentExchange(fragment, step, present, [], pipeline)
         for bucket in filled:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
-            exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket), delta))
+            exchange.buckets.append(PendingBucket(bucket, self._add(pipeline, bucket, fragment), delta))
         return exchange
 
     def _heartbeat(self, step: int, square: float) -> PendingExchange[Heartbeat]:
@@ -168,7 +191,10 @@ class DeltaAverager:
         rounds = heartbeat(step, square, rates, group, self._device, group.world // self._group.world)
         return PendingExchange(rounds, group, self._control)
 
-    def _add(self, pipeline: Pipeline, bucket: Bucket) -> PendingExchange[Reduced]:
+    def _add(self, pipeline: Pipeline, bucket: Bucket, fragment: int) -> PendingExchange[Reduced]:
+        weight = self.weights.get(fragment, 1.0)
+        if weight != 1:
+            bucket.flat.mul_(weight)
         return pipeline.add(bucket.names[0], self._inspector.inspect(self._deltas.reducer.reduce, bucket))
 
     def _finish(self, exchange: FragmentExchange) -> None:
@@ -292,7 +318,7 @@ class DeltaAverager:
         like = [self.anchors[name] for name in names]
         device = self._parameter(names[0]).device
         flat = torch.empty(sum(anchor.numel() for anchor in like), dtype=like[0].dtype, device=device)
-        slots = [self._memory[name] for name in names]
+        slots = [self.memory[name] for name in names]
         rank, world = self._group.rank, self._group.world
         return Bucket(flat, unflatten(flat, like), names, slots, rank, world, step, number, fused=self._fused)
 
@@ -302,7 +328,7 @@ class DeltaAverager:
         """Plain data, by parameter name."""
         return {
             **self.anchors.state(),
-            "memory": {name: dict(slot) for name, slot in self._memory.items() if slot},
+            "memory": {name: dict(slot) for name, slot in self.memory.items() if slot},
             "exchanges": list(self._exchanges),
             "norms": [norms.norms for norms in self._norms],
             "skipped": self.skipped,
@@ -314,7 +340,7 @@ class DeltaAverager:
     def load(self, state: Mapping[str, Any], step: int) -> None:
         """Go on where `state` was taken: what was outstanding is sent again, by all ranks together."""
         self.anchors.load(state)
-        for name, slot in self._memory.items():
+        for name, slot in self.memory.items():
             device = self._parameter(name).device
             slot.clear()
             slot.update({key: value.to(device, copy=True) for key, value in state["memory"].get(name, {}).items()})

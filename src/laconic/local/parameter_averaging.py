@@ -2,7 +2,8 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from laconic.comm.exchange import Exchange, PendingExchange, Reduced
 from laconic.comm.flat_tensors import local, squared_norm, stored
 from laconic.comm.group import Group
 from laconic.comm.ledger import Ledger
-from laconic.comm.pipeline import Pipeline
+from laconic.comm.pipeline import WINDOW, Pipeline
 from laconic.reducers.base import Reducer
 from laconic.reducers.cast import DTYPES, Cast
 from laconic.reducers.exact import Exact
 
 CHUNK_BYTES = 4 << 20
-WINDOW = 4  # chunks outstanding at a time: while some travel, another is filled or emptied
+Flats: TypeAlias = Sequence[tuple[Tensor, bool]]  # of each tensor its numbers, and whether they are a copy
+Means: TypeAlias = Iterable[tuple[Sequence[Tensor], Tensor]]  # chunk by chunk, its pieces and what they are to become
 
 
 class ParameterAverager:
@@ -45,6 +47,21 @@ class ParameterAverager:
         moved = self._replace(group, mean, atomic, measure)
         return math.sqrt(moved) if measure else None
 
+    @torch.no_grad()
+    def exchange(self, group: Group, *, weight: float = 1.0) -> Callable[[], None]:
+        """The same in two: everything is exchanged now, and nothing is written before what is returned is called.
+
+        A rank counts as much as its `weight` in the mean; those of all ranks are 1 on average.
+        """
+        flats, means = self._exchanged(group, mean, weight)
+        arrived = list(means)
+
+        @torch.no_grad()
+        def write() -> None:
+            self._write(flats, arrived, measure=False)
+
+        return write
+
     def adopt_first(self, group: Group) -> None:
         """Instead of the mean, what the group's first rank has. Bytes: (N-1) * n * itemsize."""
         self._replace(group, _first)
@@ -53,22 +70,31 @@ class ParameterAverager:
     def _replace(
         self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], atomic: bool = False, measure: bool = False
     ) -> float:
-        moved = 0.0
+        flats, means = self._exchanged(group, exchange, 1.0)
+        return self._write(flats, list(means) if atomic else means, measure)
+
+    def _exchanged(self, group: Group, exchange: Callable[[Tensor, int, int], Exchange], weight: float) -> tuple[Flats, Means]:
         views = [stored(tensor) for tensor in self._tensors]
-        flats = [tensor.flatten() if view is None else view for tensor, view in zip(self._tensors, views, strict=True)]
-        means = self._means(flats, group, exchange)
-        for pieces, replacement in list(means) if atomic else means:
+        flats = [
+            (tensor.flatten() if view is None else view, view is None)
+            for tensor, view in zip(self._tensors, views, strict=True)
+        ]
+        return flats, self._means([flat for flat, _ in flats], group, exchange, weight)
+
+    def _write(self, flats: Flats, means: Means, measure: bool) -> float:
+        moved = 0.0
+        for pieces, replacement in means:
             for target, piece in zip(pieces, torch.split(replacement, [piece.numel() for piece in pieces]), strict=True):
                 if measure:
                     moved += squared_norm([target - piece])
                 target.copy_(piece)
-        for tensor, view, flat in zip(self._tensors, views, flats, strict=True):
-            if view is None:  # it has gaps in memory, and was copied
+        for tensor, (flat, copied) in zip(self._tensors, flats, strict=True):
+            if copied:  # it has gaps in memory
                 tensor.copy_(flat.view(tensor.shape))
         return moved
 
     def _means(
-        self, flats: Sequence[Tensor], group: Group, exchange: Callable[[Tensor, int, int], Exchange]
+        self, flats: Sequence[Tensor], group: Group, exchange: Callable[[Tensor, int, int], Exchange], weight: float
     ) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
         """Chunk by chunk, its pieces and what they are to become."""
         pipeline = Pipeline(group, self._ledger, {}, window=WINDOW)
@@ -76,7 +102,10 @@ class ParameterAverager:
         for number, pieces in enumerate(chunks(flats)):
             if len(pending) == WINDOW:
                 yield _completed(*pending.popleft())
-            pending.append((pieces, pipeline.add(number, exchange(torch.cat(list(pieces)), group.rank, group.world))))
+            chunk = torch.cat(list(pieces))
+            if weight != 1 and chunk.is_floating_point():
+                chunk.mul_(weight)
+            pending.append((pieces, pipeline.add(number, exchange(chunk, group.rank, group.world))))
         pipeline.finish()
         while pending:
             yield _completed(*pending.popleft())

@@ -13,6 +13,7 @@ from laconic.comm.exchange import Exchange, Reduced
 from laconic.kernels.kernel import PIECE
 from laconic.reducers.base import Reducer, finite
 
+FIRST = 1 << 16  # numbers of the piece that goes through a copy when a message takes the place of what it is made of
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -55,27 +56,22 @@ class Cast(Reducer):
         count = flat.numel()
         scale = self._scale(flat.dtype, world)
 
-        message = flat.new_empty(-(-count // world) * world, dtype=dtype)
-        message[count:] = 0
-        message[:count] = flat if scale == 1 else flat.mul_(scale)
-        error = _left_out(flat, message[:count]).mul_(1 / scale) if bucket.feedback else None
+        error = None
+        if bucket.feedback or self.accumulate == "wire" or world == 1:
+            message = flat.new_empty(-(-count // world) * world, dtype=dtype)
+            message[count:] = 0
+            message[:count] = flat if scale == 1 else flat.mul_(scale)
+            error = _left_out(flat, message[:count]).mul_(1 / scale) if bucket.feedback else None
+        else:
+            message = _in_place(flat, -(-count // world) * world, dtype, scale)
 
         if self.accumulate == "wire" or world == 1:  # alone, there is nothing to sum
             mean = yield AllReduce(message)
         else:
             rows = yield AllToAll(message.view(world, -1))
-            del message  # here and below: what has been read makes room for what comes
-            mine = rows[0]  # the mean goes where something has been read
-            own = None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)]
-            for start in range(0, len(mine), PIECE):
-                piece = slice(start, start + PIECE)
-                total = rows[0, piece].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
-                for row in rows[1:]:
-                    total += row[piece]
-                mine[piece] = total.mul_(1 / (world * scale))
-                if own is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
-                    part = own[piece]
-                    part.add_(total.sub_(mine[piece])[: len(part)], alpha=world)
+            mine = message.view(world, -1)[0]  # the mean goes where something has been read
+            _average(rows, mine, scale, None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)])
+            del rows  # which makes room for what comes
             mean = (yield AllGather(mine)).view(-1)
 
         def finish() -> None:
@@ -92,6 +88,40 @@ class Cast(Reducer):
         if self.dtype == "bf16" or dtype == torch.float16 or self.accumulate == "wire":
             return 1.0
         return float(2.0 ** -(world - 1).bit_length())
+
+
+def _in_place(flat: Tensor, count: int, dtype: torch.dtype, scale: float) -> Tensor:
+    """scale * flat and zeros behind it, `count` numbers of that type, in the memory of `flat`, which is lost.
+
+    From front to back, so that a number has been read before another is written there: no more memory, fewer pages to touch.
+    """
+    numbers = flat.numel()
+    room = flat.view(dtype) if flat.itemsize > dtype.itemsize else flat[:0]
+    message = room[:count] if count <= len(room) else flat.new_empty(count, dtype=dtype)
+    start = 0
+    while start < numbers:
+        stop = min(max(2 * start, FIRST), start + PIECE, numbers)
+        piece = flat[start:stop]
+        if scale != 1:
+            piece.mul_(scale)
+        message[start:stop] = piece if start else piece.to(dtype)  # the first is written where it is read
+        start = stop
+    message[numbers:] = 0
+    return message
+
+
+def _average(rows: Tensor, mine: Tensor, scale: float, error: Tensor | None) -> None:
+    """The mean of the rows in fp32, rounded once into `mine`; `error` is the owner's part of what was left out."""
+    world = len(rows)
+    for start in range(0, len(mine), PIECE):
+        piece = slice(start, start + PIECE)
+        total = rows[0, piece].float()  # and not sum(): that starts from +0, and two -0 would come out as +0
+        for row in rows[1:]:
+            total += row[piece]
+        mine[piece] = total.mul_(1 / (world * scale))
+        if error is not None:  # the second rounding is of all N ranks' sum: the owner bears N times its loss
+            part = error[piece]
+            part.add_(total.sub_(mine[piece])[: len(part)], alpha=world)
 
 
 def _left_out(flat: Tensor, message: Tensor) -> Tensor:

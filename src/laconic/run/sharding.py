@@ -15,6 +15,7 @@ from laconic._torch.fsdp import (
     is_fsdp1,
     is_fully_sharded,
     shard_groups,
+    sharding_is_imported,
     with_several_groups,
 )
 from laconic._torch.process_groups import default_group
@@ -32,6 +33,8 @@ FORM = (
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether a rank holds a part of it alone."""
+    if not sharding_is_imported():  # a large model takes a while to go through
+        return False
     held = [*model.parameters(), *model.buffers()]
     return any(map(is_dtensor, held)) or any(map(is_fully_sharded, model.modules()))
 
