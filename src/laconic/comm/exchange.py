@@ -58,7 +58,7 @@ class PendingExchange(Generic[Answer]):
         self._handle: Handle | None = None
         self._answer: Tensor | None = None
         self._result: Answer | None = None
-        self._proceed(None)
+        self._proceed()
 
     @property
     def result(self) -> Answer:
@@ -80,7 +80,7 @@ class PendingExchange(Generic[Answer]):
         """Wait for the round that is outstanding and launch the next one; False once `result` is in."""
         if not self.over:
             self.wait()
-            self._proceed(self._answer)
+            self._proceed()
         return not self.over
 
     def complete(self) -> Answer:
@@ -94,11 +94,15 @@ class PendingExchange(Generic[Answer]):
         self._rounds.close()
         return self._handle is None or self._handle.settle(seconds)
 
-    def _proceed(self, answer: Tensor | None) -> None:
-        self._answer = None  # the generator may now free what it was sent
+    def _taken(self) -> Tensor | None:
+        """The answer, which nobody keeps from here on: the generator may free what it was sent before the next round."""
+        answer, self._answer = self._answer, None
+        return answer
+
+    def _proceed(self) -> None:
         began = time.perf_counter()
         try:
-            collective = next(self._rounds) if answer is None else self._rounds.send(answer)
+            collective = next(self._rounds) if self._answer is None else self._rounds.send(cast(Tensor, self._taken()))
             check_collective(collective)
             while collective.tensor.numel() == 0:  # nothing to send: not worth a message
                 collective = self._rounds.send(collective.blank(self._group.world))

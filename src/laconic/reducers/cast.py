@@ -70,7 +70,8 @@ class Cast(Reducer):
         else:
             rows = yield AllToAll(message.view(world, -1))
             mine = message.view(world, -1)[0]  # the mean goes where something has been read
-            _average(rows, mine, scale, None if error is None else error[bucket.rank * len(mine) : (bucket.rank + 1) * len(mine)])
+            start = bucket.rank * len(mine)
+            _average(rows, mine, scale, None if error is None else error[start : start + len(mine)])
             del rows  # which makes room for what comes
             mean = (yield AllGather(mine)).view(-1)
 
