@@ -33,6 +33,14 @@ def run_(
     risk: Annotated[
         str | None, typer.Option(help="with -s auto, the most that may be chosen: same, rounding, delay (the default), local")
     ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="each process a worker of its own, which may die, leave and join: torchft")
+    ] = False,
+    min_replicas: Annotated[int, typer.Option(help="with --elastic, a sync of fewer workers is dropped")] = 1,
+    deadline_seconds: Annotated[float, typer.Option(help="with --elastic, how long a sync waits for a slow worker")] = 60.0,
+    lighthouse: Annotated[
+        str | None, typer.Option(help="with --elastic, of others: http://host:port; by default one is started here")
+    ] = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="time some steps in one process, end the script, and print what `advise` finds")
     ] = False,
@@ -47,12 +55,17 @@ def run_(
     `laconic advise` come before the script.
 
     laconic run --advise --workers 16 --link 1gbit train.py --epochs 3
+
+    With --elastic, --nproc-per-node processes train by local updates, each with a DDP over itself alone; one that dies is
+    started again, up to --max-restarts times (3).
+
+    laconic run --elastic --min-replicas 2 -s "diloco(64)" --nproc-per-node 4 train.py
     """
     from functools import partial
 
     from laconic.cost.link import parse
     from laconic.lab.rehearsal import rehearse
-    from laconic.script.launch import launch
+    from laconic.script.launch import launch, launch_elastic
 
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
@@ -63,6 +76,15 @@ def run_(
     if strategy is None:
         raise typer.BadParameter('which strategy? laconic run -s "int8()" ... script.py, or -s auto')
     try:
+        if elastic:
+            odd = {"--link": link != "none", "--island-size": island_size, "--record": record, "--risk": risk}
+            for name in [name for name, value in odd.items() if value]:
+                raise ValueError(f"{name} and --elastic don't go together yet; leave one of them out")
+            raise typer.Exit(
+                launch_elastic(
+                    strategy, context.args, min_replicas=min_replicas, deadline_seconds=deadline_seconds, lighthouse=lighthouse
+                )
+            )
         cable = parse(link)
         rehearsal = None
         if cable.bits_per_second is not None:

@@ -21,6 +21,7 @@ from laconic.script.exit_codes import LOST_A_PEER
 
 if TYPE_CHECKING:
     from laconic.script.auto import Auto
+    from laconic.script.elastic_auto import ElasticAuto
     from laconic.script.measuring import Measuring
 
 MEASURED = "LACONIC_ADVISE"  # names the file for what is timed
@@ -60,12 +61,16 @@ def main(arguments: list[str]) -> None:
     _leave(code)
 
 
-def _installed() -> "Auto | Measuring":
+def _installed() -> "Auto | ElasticAuto | Measuring":
     """What watches the script: it attaches a strategy, or times some steps."""
     if MEASURED in os.environ:
         from laconic.script.measuring import Measuring
 
         return Measuring(Path(os.environ[MEASURED]))
+    if "LACONIC_ELASTIC" in os.environ:
+        from laconic.script import elastic_auto
+
+        return elastic_auto.install(os.environ["LACONIC_STRATEGY"])
     from laconic.script.auto import install  # not before: the strategy may name a class in a module beside the script
 
     return install(os.environ["LACONIC_STRATEGY"], os.environ.get("LACONIC_ISLAND_SIZE"))

@@ -273,9 +273,9 @@ def install(strategy: str, island_size: str | None = None) -> Auto:
     _auto = auto = Auto(strategy, islands)
     if islands is not None:
         around_fully_shard(islands, auto.saw_sharded)
-    _around_building(DistributedDataParallel, auto.saw_ddp, auto.before_ddp)
-    _around_building(Optimizer, auto.saw_optimizer)
-    _around_building(torch.amp.GradScaler, auto.saw_scaler)
+    around_building(DistributedDataParallel, auto.saw_ddp, auto.before_ddp)
+    around_building(Optimizer, auto.saw_optimizer)
+    around_building(torch.amp.GradScaler, auto.saw_scaler)
     load = nn.Module.load_state_dict
 
     @functools.wraps(load)
@@ -315,7 +315,7 @@ def install(strategy: str, island_size: str | None = None) -> Auto:
     return auto
 
 
-def _around_building(kind: type, saw: Callable[[Any], None], before: Callable[[Any], None] | None = None) -> None:
+def around_building(kind: type, saw: Callable[[Any], None], before: Callable[[Any], None] | None = None) -> None:
     """Have `saw` called with each instance once it is built, and `before` with its first argument, `module`, before that."""
     build: Any = vars(kind)["__init__"]
 

@@ -114,6 +114,35 @@ def launch(
     return torchrun(parsed, arguments)
 
 
+def launch_elastic(
+    strategy: str,
+    arguments: Sequence[str],
+    *,
+    min_replicas: int,
+    deadline_seconds: float,
+    lighthouse: str | None = None,
+) -> int:
+    """Start a script as workers that may come and go, `--nproc-per-node` of them on this machine; the exit code."""
+    from torch.distributed.run import parse_args
+
+    from laconic.script.elastic_launch import Plan, run_workers
+
+    parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    with _path_of(None if parsed.module else parsed.training_script):
+        text = _text(strategy, None)
+    _check_script(parsed)
+    if parsed.nnodes not in ("1", "1:1") or parsed.rdzv_endpoint:
+        raise ValueError(
+            "with --elastic, start laconic run on each machine, with the address of one lighthouse; not by --nnodes"
+        )
+    if not str(parsed.nproc_per_node).isdecimal():
+        raise ValueError(f"with --elastic, --nproc-per-node is the number of workers here, got {parsed.nproc_per_node!r}")
+    restarts = parsed.max_restarts if any(one.startswith(("--max-restarts", "--max_restarts")) for one in arguments) else 3
+    command = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
+    workers = int(parsed.nproc_per_node)
+    return run_workers(Plan(text, command, workers, min_replicas, restarts, deadline_seconds, lighthouse))
+
+
 def torchrun(parsed: Any, arguments: Sequence[str]) -> int:
     """Start by torchrun's own launcher what was parsed from `arguments`, and perhaps replaced; the exit code, as above."""
     alone = parsed.nnodes in ("1", "1:1") and not parsed.rdzv_endpoint

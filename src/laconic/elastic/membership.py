@@ -1,0 +1,218 @@
+"""Who is there: torchft's quorum, and the process group that it rebuilds.
+
+torchft (0.2) has a lighthouse, which keeps a list of workers that send heartbeats; a manager server in each worker, which
+sends them; and process groups that can be configured anew. This is the only file that knows it. Its Python `Manager` is not
+used: it binds its server to all interfaces, averages by all-reduce alone, and sends a healthy worker's state as a pickle. What
+is used is the interface below it, `torchft.coordination`, and `torchft.process_group`.
+"""
+
+import contextlib
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from laconic.comm.group import CommunicationError
+from laconic.elastic.group import ElasticGroup
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: http://host:port
+LOOPBACK = "127.0.0.1"
+
+
+class MembershipError(RuntimeError):
+    """This worker may not take part: it trains something else than the others."""
+
+
+def torchft() -> tuple[ModuleType, ModuleType]:
+    """Its two modules that are used here."""
+    os.environ.setdefault("RUST_LOG", "warn")  # it prints some lines for every quorum
+    try:
+        import torchft.coordination
+        import torchft.process_group
+    except ImportError as error:
+        raise ImportError(
+            f"laconic.elastic needs torchft ({error}); install it with: pip install 'laconic[elastic]'"
+        ) from error
+    return torchft.coordination, torchft.process_group
+
+
+@contextmanager
+def lighthouse(
+    *, bind: str = f"{LOOPBACK}:0", min_replicas: int = 1, deadline_seconds: float = 60.0, heartbeat_seconds: float = 5.0
+) -> Iterator[str]:
+    """A lighthouse in this process for as long as the block lasts; yields its address, for `lighthouse=`.
+
+    A sync waits `deadline_seconds` for a worker that still sends heartbeats, and goes on without it then. One that has sent
+    none for `heartbeat_seconds` counts as dead.
+
+    >>> with lighthouse() as address:  # doctest: +SKIP
+    ...     laconic.elastic.attach(model, optimizer, "diloco(period=16)", lighthouse=address)
+    """
+    coordination, _ = torchft()
+    server = coordination.LighthouseServer(
+        bind=bind,
+        min_replicas=min_replicas,
+        join_timeout_ms=_milliseconds(deadline_seconds),
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=_milliseconds(heartbeat_seconds),
+    )
+    host = bind.rpartition(":")[0]
+    try:
+        # torchft answers with the host's name, which resolves to no loopback on every host.
+        yield f"http://{host}:{urlsplit(server.address()).port}"
+    finally:
+        server.shutdown()
+
+
+@dataclass(frozen=True)
+class Quorum:
+    """Who takes part in a sync, as torchft says."""
+
+    changed: bool  # the process group is another one than before
+    rank: int
+    world: int
+    names: tuple[str, ...]  # of the workers, by rank
+
+
+class Membership:
+    """This worker's place among the others: a heartbeat in the background, and a quorum whenever one is asked for.
+
+    `lighthouse` is its address, `http://host:port`, and $TORCHFT_LIGHTHOUSE where it is not given. The server of this worker,
+    and the store by which process groups are built, listen at `bind`: loopback alone by default. Between hosts, give the
+    address by which the others reach this one. gloo takes the interface of $GLOO_SOCKET_IFNAME.
+    """
+
+    def __init__(
+        self,
+        *,
+        lighthouse: str | None = None,
+        name: str | None = None,
+        bind: str = LOOPBACK,
+        timeout_seconds: float = 60.0,
+        quorum_seconds: float = 600.0,
+    ) -> None:
+        address = lighthouse or os.environ.get(LIGHTHOUSE)
+        if not address:
+            raise ValueError(
+                f"no lighthouse is given: pass lighthouse='http://host:port', set {LIGHTHOUSE}, or start one with "
+                "`laconic run --elastic` or `torchft_lighthouse`"
+            )
+        if not 0 < timeout_seconds <= quorum_seconds:
+            raise ValueError(
+                "timeout_seconds, for one collective, must be above 0 and at most quorum_seconds, for all to come together; "
+                f"got {timeout_seconds} and {quorum_seconds}"
+            )
+        coordination, groups = torchft()
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}"
+        if ":" in self.name or "/" in self.name:
+            raise ValueError(f"a worker's name may have no ':' and no '/', got {self.name!r}")
+        self.address, self.group = address, ElasticGroup()
+        self._timeout, self._quorum_timeout = timedelta(seconds=timeout_seconds), timedelta(seconds=quorum_seconds)
+        self.names: tuple[str, ...] = ()  # of the last quorum
+        self._failures = 0  # syncs in a row that came to nothing
+        self._met: tuple[object, ...] = ()  # what the process group was built by
+        self._coordination, self._process_group = coordination, groups.ProcessGroupGloo(timeout=self._timeout)
+        self._server, self._client = self._serve(bind), None  # type: Any, Any
+
+    def _serve(self, bind: str) -> Any:
+        listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+        port = listener.getsockname()[1]
+        # torch would listen on all interfaces, unless it is given a socket that listens already.
+        self._listening = dist.TCPStore(
+            bind, port, is_master=True, wait_for_workers=False, timeout=self._timeout, master_listen_fd=listener.detach()
+        )
+        host = f"[{bind}]" if ":" in bind else bind
+        return self._coordination.ManagerServer(
+            replica_id=f"{self.name}:{uuid.uuid4()}",
+            lighthouse_addr=self.address,
+            hostname=host,
+            bind=f"{host}:0",
+            store_addr=f"{host}:{port}",
+            world_size=1,
+            heartbeat_interval=timedelta(milliseconds=100),
+            connect_timeout=timedelta(seconds=10),
+            quorum_retries=0,
+        )
+
+    def meet(self, version: int) -> Quorum:
+        """Come together with the others, who have come as far as `version`; the process group is ready then.
+
+        It waits until all who are alive have asked for it, too, or the lighthouse's deadline has passed.
+        """
+        if self._client is None:
+            self._client = self._coordination.ManagerClient(self._server.address(), connect_timeout=self._timeout)
+        try:
+            found = self._client._quorum(
+                group_rank=0,
+                step=version,
+                checkpoint_metadata="",
+                shrink_only=False,
+                timeout=self._quorum_timeout,
+                commit_failures=self._failures,
+                init_sync=True,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise CommunicationError(f"no quorum with the others by the lighthouse {self.address}: {error}") from error
+        names = tuple(each.partition(":")[0] for each in found.replica_ids)
+        built_by = (found.quorum_id, found.store_address, tuple(found.replica_ids))
+        changed = built_by != self._met or not self.group.there
+        if changed:
+            self._met = ()
+            self._build(found, names)
+            self._met = built_by
+        self.names = names
+        return Quorum(changed, found.replica_rank, found.replica_world_size, names)
+
+    def _build(self, found: Any, names: tuple[str, ...]) -> None:
+        self.group.meet(None, [])
+        # A lighthouse that was started anew counts quorums from the start: with the version, no name comes twice.
+        prefix = f"{found.store_address}/laconic/{found.quorum_id}/{found.max_step}"
+        try:
+            self._process_group.configure(prefix, self.name, found.replica_rank, found.replica_world_size, found.quorum_id)
+        except (RuntimeError, TimeoutError) as error:
+            raise CommunicationError(f"{len(names)} workers could not connect to each other: {error}") from error
+        self.group.meet(self._process_group.parent, [f"worker {name}" for name in names])
+
+    @property
+    def quorum_seconds(self) -> float:
+        """How long it waits for a quorum."""
+        return self._quorum_timeout.total_seconds()
+
+    def hurry(self, seconds: float) -> None:
+        """Wait for a quorum no longer than that."""
+        self._quorum_timeout = min(self._quorum_timeout, timedelta(seconds=seconds))
+
+    def succeeded(self) -> None:
+        """A sync has been committed."""
+        self._failures = 0
+
+    def failed(self) -> None:
+        """One came to nothing: the next quorum builds another process group, for all."""
+        self._failures += 1
+        self.lose()
+
+    def lose(self) -> None:
+        """Close the connections, so that others who wait for this worker learn of it."""
+        self._met = ()
+        self.group.meet(None, [])
+        self._process_group.abort(errored=False)
+
+    def leave(self) -> None:
+        """Send no more heartbeats."""
+        with contextlib.suppress(CommunicationError):
+            self.lose()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server = None
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

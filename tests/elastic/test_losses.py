@@ -1,0 +1,176 @@
+"""Workers that die, stop, leave and come back: the others go on, alike to the bit."""
+
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.crew import Crew, Lighthouse, assert_alike, at_version, crew, syncs
+from tests.elastic.training import HEARTBEAT_SECONDS
+
+FOUR = ["a", "b", "c", "d"]
+PERIOD = 8
+DILOCO = f"diloco(period={PERIOD})"
+INT8 = f"diloco(period={PERIOD}, reducer=ErrorFeedback(Quantized(8)))"
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    made = Lighthouse()
+    yield made
+    made.kill()
+
+
+def version(workers: Crew) -> int:
+    return int(max((record["version"] for record in syncs(workers.records())), default=0))
+
+
+def grown(workers: Crew, by: int, *names: str) -> None:
+    """Wait until these have made so many syncs more."""
+    for name in names:
+        wanted = version(workers) + by
+        workers.until(lambda found: any(r["version"] >= wanted for r in syncs(found) if r["name"] == name))  # noqa: B023
+
+
+def nobody_waited_long(workers: Crew, names: list[str], seconds: float) -> None:
+    for name in names:
+        own = [record["time"] for record in syncs(workers.records()) if record["name"] == name]
+        assert max((later - before for before, later in pairwise(own)), default=0) < seconds, name
+
+
+def kills(workers: Crew, seed: int, times: int) -> None:
+    """One of four is killed at random moments: in compute, in a sync, or while another one heals; each comes back."""
+    chance = random.Random(seed)
+    workers.start(*FOUR)
+    workers.until(at_version(3))
+    for _ in range(times):
+        victim = chance.choice(FOUR)
+        others = [name for name in FOUR if name != victim]
+        time.sleep(chance.uniform(0, 0.2))
+        workers.kill(victim)
+        if chance.random() < 0.5:  # it is back before anybody has missed it
+            workers.start(victim)
+        else:
+            grown(workers, 2, *others)
+            workers.start(victim)
+        if chance.random() < 0.5:
+            grown(workers, 2, *FOUR)
+        # else the next one dies while this one joins
+    grown(workers, 2, *FOUR)
+
+
+def end_alike(workers: Crew, names: list[str]) -> dict[str, float]:
+    """All come to the end at the same bits, and were alike after every sync before."""
+    ends = workers.finish(*names)
+    assert len({end["digest"] for end in ends.values() if end["name"] in names}) == 1
+    assert assert_alike(workers.records()) > 10
+    return {name: end["loss"] for name, end in ends.items()}
+
+
+@pytest.mark.parametrize(("seed", "times"), [(0, 3), *[pytest.param(seed, 5, marks=pytest.mark.soak) for seed in (1, 2, 3, 4)]])
+def test_workers_that_are_killed_come_back(seed: int, times: int, tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """Nobody hangs, nobody differs after a sync, and the loss is that of a run in which nobody died."""
+    steps = 1000 + 400 * times
+    with crew(tmp_path, INT8, steps, lighthouse.start(), step_seconds=0.005) as workers:
+        kills(workers, seed, times)
+        losses = end_alike(workers, FOUR)
+        limit = workers.job.timeout_seconds + 2 * HEARTBEAT_SECONDS + 6
+        nobody_waited_long(workers, FOUR, limit + 10)  # and 10 s for a process to start
+    if times > 3:
+        calm = tmp_path / "calm"
+        calm.mkdir()
+        with crew(calm, INT8, steps, lighthouse.start(min_replicas=4), step_seconds=0) as undisturbed:
+            undisturbed.start(*FOUR)
+            calm_losses = end_alike(undisturbed, FOUR)
+        assert statistics.mean(losses.values()) < 1.02 * statistics.mean(calm_losses.values()) + 1e-4
+
+
+def test_all_but_one_die_and_a_stopped_one_wakes_up(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    with crew(tmp_path, INT8, 10_000, lighthouse.start(deadline_seconds=2)) as workers:
+        workers.start(*FOUR)
+        workers.until(at_version(4))
+        workers.signal("d", signal.SIGSTOP)
+        grown(workers, 2, "a", "b", "c")
+        workers.signal("d", signal.SIGCONT)
+        grown(workers, 3, *FOUR)
+        workers.kill("a")  # two at once
+        workers.kill("b")
+        grown(workers, 2, "c", "d")
+        workers.kill("c")
+        grown(workers, 2, "d")
+        assert assert_alike(workers.records()) > 5
+
+
+def test_the_lighthouse_dies_and_comes_back(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    with crew(tmp_path, DILOCO, 10_000, lighthouse.start(), quorum_seconds=5) as workers:
+        workers.start("a", "b")
+        workers.until(at_version(4))
+        lighthouse.kill()
+        time.sleep(1)
+        lighthouse.start()
+        grown(workers, 3, "a", "b")
+        assert assert_alike(workers.records()) > 3
+
+
+def test_a_worker_with_another_model_or_strategy_is_refused(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    with crew(tmp_path, DILOCO, 10_000, lighthouse.start()) as workers:
+        workers.start("a", "b")
+        workers.until(at_version(4))
+        workers.start("wide", width=7)
+        records = workers.until(lambda found: any("error" in record for record in found))
+        error = next(record["error"] for record in records if "error" in record)
+        assert "MembershipError: this worker trains something else than the others" in error
+        assert "parameter 0.weight of shape (7, 16)" in error
+        assert "(32, 16)" in error
+        workers.start("other", strategy="diloco(period=9)")
+        records = workers.until(lambda found: sum("error" in record for record in found) == 2)
+        assert "diloco(period=9)" in next(r["error"] for r in records if "error" in r and r["name"] == "other")
+        grown(workers, 3, "a", "b")
+        assert assert_alike(workers.records()) > 3
+
+
+def test_a_worker_leaves_at_sigterm_and_hands_over_its_residual(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    with crew(tmp_path, INT8, 1200, lighthouse.start()) as workers:
+        workers.start("a", "b", "c")
+        workers.until(at_version(4))
+        workers.signal("c", signal.SIGTERM)
+        grown(workers, 3, "a", "b")
+        ends = workers.finish("a", "b")
+        for name in ("a", "b"):
+            assert ends[name]["stats"]["left"] == 1
+            assert ends[name]["stats"]["lost"] == 0
+            assert ends[name]["stats"]["lost_residual_norm"] == 0
+        assert assert_alike(workers.records()) > 5
+
+
+def test_workers_count_by_the_steps_that_they_bring_along(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """A slow one misses syncs, and takes part again with what it has done."""
+    with crew(tmp_path, DILOCO, 10_000, lighthouse.start(deadline_seconds=0.3), step_seconds=0.02) as workers:
+        workers.start("a", "b", "c")
+        workers.until(at_version(3))
+        (tmp_path / "c.slow").write_text("0.15")
+        records = workers.until(lambda found: any(len(set(record.get("weights", []))) > 1 for record in syncs(found)))
+        uneven = next(record for record in syncs(records) if len(set(record.get("weights", []))) > 1)
+        assert sum(uneven["weights"]) == pytest.approx(len(uneven["weights"]))
+        grown(workers, 3, "a", "b")
+        assert assert_alike(workers.records()) > 3
+
+
+def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    with crew(tmp_path, DILOCO, 10_000, lighthouse.start()) as workers:
+        workers.start("a", "b")
+        workers.until(at_version(4))
+        workers.start("c", "d")
+        workers.until(lambda found: any(record["workers"] == FOUR for record in syncs(found)))
+        grown(workers, 3, *FOUR)
+        workers.signal("b", signal.SIGTERM)
+        workers.until(lambda found: any(record["workers"] == ["a", "c", "d"] for record in syncs(found)))
+        grown(workers, 3, "a", "c", "d")
+        assert assert_alike(workers.records()) > 6
+        losses = [record["loss"] for record in syncs(workers.records()) if record["name"] == "a"]
+        assert losses[-1] < losses[0]

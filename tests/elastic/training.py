@@ -1,0 +1,115 @@
+"""A small job that workers train together, and what each of them writes down of it."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from laconic import elastic
+
+FEATURES, HIDDEN, BATCH = 16, 32, 32
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is to do."""
+
+    lighthouse: str
+    strategy: str
+    steps: int
+    folder: str
+    step_seconds: float = 0.01
+    timeout_seconds: float = 4.0
+    quorum_seconds: float = 30.0
+    width: int = HIDDEN
+    weights: str = "steps"
+    late: str = "carry"
+    min_replicas: int = 1
+
+
+def model(width: int = HIDDEN, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def batch(generator: torch.Generator, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    x = torch.randn(size, FEATURES, generator=generator)
+    return x, (x[:, :4].sin().sum(1, keepdim=True) + x[:, 4:5] * x[:, 5:6]) / 2
+
+
+def loss_of(net: nn.Module) -> float:
+    """On numbers that nobody trains on."""
+    x, y = batch(torch.Generator().manual_seed(12345), 2048)
+    with torch.no_grad():
+        return float(nn.functional.mse_loss(net(x), y))
+
+
+def digest(net: nn.Module) -> str:
+    """Of all its bits."""
+    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in net.state_dict().values())).hexdigest()[:16]
+
+
+def train(name: str, job: Job, seed: int) -> None:
+    """One worker, in a process of its own, until the run has made so many steps."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with Path(job.folder, f"{name}.{os.getpid()}.jsonl").open("w", buffering=1) as out:
+
+        def note(**facts: Any) -> None:
+            out.write(json.dumps({"name": name, "pid": os.getpid(), "time": time.time(), **facts}) + "\n")
+
+        try:
+            _train(name, job, seed, note)
+        except Exception as error:
+            note(error=f"{type(error).__name__}: {error}")
+            raise
+
+
+def _train(name: str, job: Job, seed: int, note: Any) -> None:
+    net = model(job.width, seed=seed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
+    note(started=True)
+    manager = elastic.Membership(
+        lighthouse=job.lighthouse, name=name, timeout_seconds=job.timeout_seconds, quorum_seconds=job.quorum_seconds
+    )
+    with elastic.attach(
+        net,
+        optimizer,
+        job.strategy,
+        manager,
+        min_replicas=job.min_replicas,
+        weights=job.weights,  # type: ignore[arg-type]
+        late=job.late,  # type: ignore[arg-type]
+    ) as run:
+        version, slow = run.version, Path(job.folder, f"{name}.slow")
+        note(attached=True, version=version, step=run.step)
+        if version > 1:  # the sync by which it joined
+            note(version=version, step=run.step, digest=digest(net), workers=list(run.stats().workers))
+        while run.step < job.steps:
+            time.sleep(float(slow.read_text()) if slow.exists() else job.step_seconds)
+            x, y = batch(generator)
+            torch.autograd.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.version != version:
+                version = run.version
+                stats = run.stats()
+                weights = [round(stats.weights[each], 6) for each in sorted(stats.weights)]
+                note(
+                    version=version,
+                    step=run.step,
+                    digest=digest(net),
+                    workers=list(stats.workers),
+                    weights=weights,
+                    loss=loss_of(net),
+                )
+        note(end=True, step=run.step, digest=digest(net), loss=loss_of(net), stats=asdict(run.stats()))
