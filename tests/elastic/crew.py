@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,26 +26,34 @@ class Crew:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._running: dict[str, Any] = {}
+        self._running: dict[str, list[Any]] = {}
         self._seeds = 0
 
     def start(self, *names: str, **changed: Any) -> None:
         for name in names:
             self._seeds += 1
-            process = _processes.Process(target=train, args=(name, replace(self.job, **changed), self._seeds), daemon=True)
-            process.start()
-            self._running[name] = process
+            job = replace(self.job, **changed)
+            self._running[name] = []
+            for rank in range(job.ranks):
+                process = _processes.Process(target=train, args=(name, job, self._seeds, rank), daemon=True)
+                process.start()
+                self._running[name].append(process)
 
     def signal(self, name: str, number: int) -> None:
-        os.kill(self._running[name].pid, number)
+        for process in self._running[name]:
+            os.kill(process.pid, number)
 
-    def kill(self, name: str) -> None:
-        self.signal(name, signal.SIGKILL)
-        self._running.pop(name).join(10)
+    def kill(self, name: str, *, first: int = 0) -> None:
+        """All ranks of it; the one that is named before the others, as torchrun ends the ranks of one that has died."""
+        processes = self._running.pop(name)
+        for process in [processes[first], *processes]:
+            process.kill()
+            process.join(10)
 
     def end(self) -> None:
-        for process in self._running.values():
-            process.kill()
+        for processes in self._running.values():
+            for process in processes:
+                process.kill()
 
     def records(self) -> list[Record]:
         """All that was written so far, in the order of time."""

@@ -135,9 +135,10 @@ def test_a_worker_with_another_model_or_strategy_is_refused(tmp_path: Path, ligh
 
 
 def test_a_worker_leaves_at_sigterm_and_hands_over_its_residual(tmp_path: Path, lighthouse: Lighthouse) -> None:
-    with crew(tmp_path, INT8, 1200, lighthouse.start()) as workers:
+    with crew(tmp_path, INT8, 700, lighthouse.start()) as workers:
         workers.start("a", "b", "c")
-        workers.until(at_version(4))
+        for name in ("a", "b", "c"):
+            workers.until(lambda found: any(r["name"] == name and len(r["workers"]) == 3 for r in syncs(found)))  # noqa: B023
         workers.signal("c", signal.SIGTERM)
         grown(workers, 3, "a", "b")
         ends = workers.finish("a", "b")
@@ -174,3 +175,19 @@ def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> 
         assert assert_alike(workers.records()) > 6
         losses = [record["loss"] for record in syncs(workers.records()) if record["name"] == "a"]
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_worker_of_two_ranks_dies_and_comes_back(first: int, tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """Whichever of its ranks dies first; both are started again, as by torchrun."""
+    with crew(tmp_path, INT8, 10_000, lighthouse.start(), ranks=2) as workers:
+        workers.start("a", "b")
+        workers.until(lambda found: any(record["workers"] == ["a", "b"] for record in syncs(found)))
+        workers.kill("b", first=first)
+        grown(workers, 2, "a")
+        workers.start("b")
+        workers.until(
+            lambda found: any(r["workers"] == ["a", "b"] and r["version"] > version(workers) - 3 for r in syncs(found))
+        )
+        grown(workers, 3, "a", "b")
+        assert assert_alike(workers.records()) > 5

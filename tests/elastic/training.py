@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from laconic import elastic
 
@@ -33,6 +35,7 @@ class Job:
     weights: str = "steps"
     late: str = "carry"
     min_replicas: int = 1
+    ranks: int = 1  # of each worker
 
 
 def model(width: int = HIDDEN, seed: int = 0) -> nn.Module:
@@ -57,8 +60,8 @@ def digest(net: nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in net.state_dict().values())).hexdigest()[:16]
 
 
-def train(name: str, job: Job, seed: int) -> None:
-    """One worker, in a process of its own, until the run has made so many steps."""
+def train(name: str, job: Job, seed: int, rank: int = 0) -> None:
+    """One worker, in a process of its own, until the run has made so many steps; or one rank of one."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with Path(job.folder, f"{name}.{os.getpid()}.jsonl").open("w", buffering=1) as out:
@@ -67,22 +70,32 @@ def train(name: str, job: Job, seed: int) -> None:
             out.write(json.dumps({"name": name, "pid": os.getpid(), "time": time.time(), **facts}) + "\n")
 
         try:
-            _train(name, job, seed, note)
+            _train(name, job, seed, rank, note)
         except Exception as error:
             note(error=f"{type(error).__name__}: {error}")
             raise
 
 
-def _train(name: str, job: Job, seed: int, note: Any) -> None:
+def _replica(name: str, job: Job, seed: int, rank: int) -> tuple[nn.Module, nn.Module]:
+    """The model, and what is trained: the same, or a DistributedDataParallel over the ranks of this worker."""
     net = model(job.width, seed=seed)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    if job.ranks == 1:
+        return net, net
+    store = Path(job.folder, f"{name}.{seed}.store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.ranks)
+    return net, DistributedDataParallel(net)
+
+
+def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
+    net, trained = _replica(name, job, seed, rank)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
     note(started=True)
     manager = elastic.Membership(
         lighthouse=job.lighthouse, name=name, timeout_seconds=job.timeout_seconds, quorum_seconds=job.quorum_seconds
     )
     with elastic.attach(
-        net,
+        trained,
         optimizer,
         job.strategy,
         manager,
@@ -97,7 +110,7 @@ def _train(name: str, job: Job, seed: int, note: Any) -> None:
         while run.step < job.steps:
             time.sleep(float(slow.read_text()) if slow.exists() else job.step_seconds)
             x, y = batch(generator)
-            torch.autograd.backward(nn.functional.mse_loss(net(x), y))
+            torch.autograd.backward(nn.functional.mse_loss(trained(x), y))
             optimizer.step()
             optimizer.zero_grad()
             if run.version != version:

@@ -1,7 +1,7 @@
 """Attaching a strategy to a model that trains among workers which may change."""
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -9,12 +9,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from laconic._torch.process_groups import default_group
+from laconic.comm.flat_tensors import local, stored
+from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership
-from laconic.elastic.run import ElasticRun, Late, Weights
+from laconic.elastic.run import ElasticRun, Late, Options, Weights
 from laconic.elastic.state import Elastic
-from laconic.kernels.compiling import prepare
+from laconic.kernels.compiling import CompilerError, prepare
+from laconic.ranks.agreement import agree
 from laconic.run.arguments import Place, attached, check_route, unwrapped
-from laconic.run.sharding import is_sharded
+from laconic.run.sharding import Sharding, check_kinds, is_sharded, refuse_fsdp1
 from laconic.run.state import kernels_of
 from laconic.strategies.parsing import strategy as read
 from laconic.strategies.strategy import Strategy
@@ -35,9 +39,11 @@ def attach(
 ) -> ElasticRun:
     """Train this model together with the workers that are there; they may change between two syncs.
 
-    Each worker is one process with a whole model, and needs no process group of its own. The strategy is one of local updates:
-    `local_sgd`, `diloco`, `streaming_diloco`, `sparseloco`, ... Returns when this worker has a state to start from: the first
-    worker's at the start of a run, and that of a peer, at their next sync, where a run is under way.
+    A worker is one process with a whole model, which needs no process group of its own; or an island of several ranks, with a
+    DistributedDataParallel over them, or a model that `fully_shard` has sharded over all of them: then every rank calls this.
+    The strategy is one of local updates: `local_sgd`, `diloco`, `streaming_diloco`, `sparseloco`, ... Returns when this worker
+    has a state to start from: the first worker's at the start of a run, and that of a peer, at their next sync, where a run is
+    under way.
 
     `manager`: this worker's place among the others; without one, `Membership()`, which finds $TORCHFT_LIGHTHOUSE.
     `min_replicas`: with fewer, a sync is dropped; training goes on.
@@ -46,28 +52,93 @@ def attach(
     goes out with the next deltas, with "drop", it is lost. (A strategy that averages parameters has no delta to carry.)
     `leave_seconds`: how long a worker that was sent SIGTERM waits for the sync in which it hands over what it holds.
 
-    Bytes: those of the strategy, and 200 or so a worker and sync. A worker that joins is sent the model once or twice more:
-    parameters, and anchors with the outer optimizer's memory.
+    Bytes: those of the strategy, and 200 or so a worker and sync; in an island, divided by its ranks. A worker that joins is
+    sent its state once: parameters, or anchors with the outer optimizer's memory.
 
     >>> import laconic.elastic
     >>> with laconic.elastic.attach(model, optimizer, "diloco(period=16)") as run:  # doctest: +SKIP
     ...     for batch in loader:
     ...         loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
     """
-    chosen = _checked(model, strategy)
-    if min_replicas < 1:
-        raise ValueError(f"min_replicas must be a number of workers, at least 1, got {min_replicas!r}")
-    for name, value, known in (("weights", weights, get_args(Weights)), ("late", late, get_args(Late))):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    island = Island(_island_of(model))
+    problem: Exception | None = None
+    facts: list[str] = []
+    try:
+        given = _checked(model, optimizer, strategy, island, manager)
+        _check_options(min_replicas, weights, late, leave_seconds)
+        facts = [f"strategy {given.strategy}", f"min_replicas {min_replicas}", f"weights {weights}", f"late {late}"]
+        compiled = prepare(kernels_of(given.strategy), fused, given.device)
+    except (TypeError, ValueError, CompilerError) as error:
+        problem = error
+    if island.group is not None:
+        agree(facts, problem, island.group, island.device)
+    if problem is not None:
+        raise problem
+    membership = manager or Membership()
+    membership.open(island, given.device)
+    parts = Elastic(
+        given.strategy, given.module, given.optimizers, scaler, membership.group, island, sharded=given.sharded, fused=compiled
+    )
+    attached.update(given.optimizers)
+    options = Options(min_replicas, weights, late, leave_seconds)
+    try:
+        return ElasticRun(parts, membership, island, options)
+    except BaseException:
+        membership.leave()
+        attached.difference_update(given.optimizers)
+        raise
+
+
+class _Given(NamedTuple):
+    """What the user gave, checked."""
+
+    strategy: Strategy
+    module: nn.Module
+    optimizers: list[Optimizer]
+    device: torch.device
+    sharded: bool
+
+
+def _island_of(model: object) -> dist.ProcessGroup | None:
+    """The ranks that train one replica together; None: this one alone."""
+    if isinstance(model, DistributedDataParallel):
+        group: dist.ProcessGroup = model.process_group
+        return group
+    if not isinstance(model, nn.Module) or not is_sharded(model):
+        return None
+    meshes = [mesh for one in model.parameters() if (mesh := getattr(one, "device_mesh", None)) is not None]
+    return meshes[0].get_group() if meshes and meshes[0].ndim == 1 else default_group()
+
+
+def _checked(model: object, optimizer: object, strategy: Strategy | str, island: Island, manager: Membership | None) -> _Given:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if manager is not None and not isinstance(manager, Membership):
         raise TypeError(
             f"manager must be a laconic.elastic.Membership, got {type(manager).__name__}; it has torchft's manager server in it"
         )
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    refuse_fsdp1(model)
+    module, sharded = model.module if isinstance(model, DistributedDataParallel) else model, is_sharded(model)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not parameters:
-        raise ValueError(f"{type(model).__name__} has no parameters that are trained; there is nothing to average")
+        raise ValueError(f"{type(module).__name__} has no parameters that are trained; there is nothing to average")
+    chosen = _checked_strategy(strategy)
     check_route(chosen, Place(None, parameters, None, None), 1)
+    if sharded:
+        check_kinds(module)
+        Sharding(native=False, refusal=None).check(chosen)
+    elif len(parameters) < island.size:
+        raise ValueError(
+            f"{type(module).__name__} has {len(parameters)} parameters, and each of this island's {island.size} ranks averages "
+            "one at least; use fewer ranks, or fully_shard"
+        )
+    gaps = [name for name, p in {**parameters, **dict(module.named_buffers())}.items() if stored(local(p)) is None]
+    if gaps and island.size > 1:
+        raise ValueError(f"{gaps[0]} has gaps in memory; make it contiguous before you attach")
+    return _Given(chosen, module, _checked_optimizers(optimizer), next(iter(parameters.values())).device, sharded)
+
+
+def _checked_optimizers(optimizer: object) -> list[Optimizer]:
     optimizers = [unwrapped(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -76,27 +147,20 @@ def attach(
             raise ValueError(f"this {type(one).__name__} is attached to a run already; call its detach() first")
     if not optimizers:
         raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
-    compiled = prepare(kernels_of(chosen), fused, next(iter(parameters.values())).device)
-    membership = manager or Membership()
-    parts = Elastic(chosen, model, parameters, optimizers, scaler, membership.group, fused=compiled)
-    attached.update(optimizers)
-    try:
-        return ElasticRun(parts, membership, min_replicas=min_replicas, weights=weights, late=late, leave_seconds=leave_seconds)
-    except BaseException:
-        attached.difference_update(optimizers)
-        raise
+    return optimizers
 
 
-def _checked(model: object, strategy: Strategy | str) -> Strategy:
-    if isinstance(model, DistributedDataParallel) and dist.get_world_size(model.process_group) > 1:
-        raise ValueError(
-            "model is a DistributedDataParallel over several ranks, and a worker of laconic.elastic is one process with a "
-            "whole model; attach the module inside of it, in one process a worker"
-        )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if is_sharded(model):
-        raise ValueError("a sharded model can't be trained by laconic.elastic yet; a worker is one process with a whole model")
+def _check_options(min_replicas: object, weights: object, late: object, leave_seconds: object) -> None:
+    if not isinstance(min_replicas, int) or isinstance(min_replicas, bool) or min_replicas < 1:
+        raise ValueError(f"min_replicas must be a number of workers, at least 1, got {min_replicas!r}")
+    if not isinstance(leave_seconds, int | float) or not leave_seconds > 0:
+        raise ValueError(f"leave_seconds must be a number of seconds above 0, got {leave_seconds!r}")
+    for name, value, known in (("weights", weights, get_args(Weights)), ("late", late, get_args(Late))):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _checked_strategy(strategy: Strategy | str) -> Strategy:
     chosen = read(strategy)
     averaging = chosen.averaging
     if averaging is None or chosen.route.communicates or averaging.start > 0:

@@ -1,5 +1,6 @@
 """The workers that average with this one, as a group: who they are may change between two syncs."""
 
+import torch
 import torch.distributed as dist
 
 from laconic.comm.group import CommunicationError, TorchGroup
@@ -14,6 +15,7 @@ class ElasticGroup(TorchGroup):
     def __init__(self) -> None:
         self._now: dist.ProcessGroup | None = None
         self._names: list[str] = []
+        self.device = torch.device("cpu")  # where messages live
         super().__init__(None)  # type: ignore[arg-type]  # it is not there yet
 
     @property

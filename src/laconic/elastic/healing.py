@@ -20,6 +20,7 @@ from laconic.elastic.group import ElasticGroup
 
 TAG = 0x1AC1  # of these messages
 MOST_BYTES = 1 << 26  # of a description: a longer one is none
+MOST_NUMBERS = 1 << 28  # of a tensor whose shape this worker doesn't know: a reducer's own
 CHUNK_BYTES = 1 << 24
 FORM = "laconic elastic 1"
 
@@ -29,8 +30,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-Looks: TypeAlias = tuple[Sequence[torch.dtype], Sequence[list[int]]]
-"""The dtypes and the shapes that a tensor may have."""
+Looks: TypeAlias = tuple[Sequence[torch.dtype], Sequence[list[int]] | None]
+"""The dtypes and the shapes that a tensor may have; None: of any shape."""
 
 
 class HealingError(CommunicationError):
@@ -46,40 +47,34 @@ class State:
 
 
 def send(state: State, group: ElasticGroup, to: Sequence[int]) -> None:
-    """Send it to these workers."""
+    """Send it to these workers, to all of them at the same time."""
+    if not to:
+        return
     tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
     looks = {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     text = json.dumps({"form": FORM, "facts": state.facts, "tensors": looks}).encode()
-    head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for peer in to:
-        _each(group, lambda part, at=peer: dist.isend(part, group=group.process_group, group_dst=at, tag=TAG), [  # type: ignore[misc]
-            torch.tensor([len(head)]), head,
-            *(tensor.cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors.values() if tensor.numel()),
-        ])  # fmt: skip
+    _send(torch.tensor([len(text)]), group, to)
+    _send(torch.frombuffer(bytearray(text), dtype=torch.uint8), group, to)
+    for tensor in tensors.values():
+        _send(tensor.contiguous().view(-1).view(torch.uint8), group, to)
 
 
 def receive(group: ElasticGroup, source: int, looks_of: Callable[[str], Looks | None]) -> State:
     """What `source` sends; `looks_of` says what a tensor of a name may look like, and None of one that nobody knows."""
-
-    def get(part: Tensor) -> Tensor:
-        _each(group, lambda piece: dist.irecv(piece, group=group.process_group, group_src=source, tag=TAG), [part])
-        return part
-
-    length = int(get(torch.zeros(1, dtype=torch.int64)))
+    who = group.names[source]
+    length = int(_get(torch.zeros(1, dtype=torch.int64), group, source))
     if not 0 < length <= MOST_BYTES:
-        raise HealingError(f"{group.names[source]} sent a description of {length} bytes; at most {MOST_BYTES} are taken")
-    described = _described(bytes(get(torch.empty(length, dtype=torch.uint8)).tolist()), group.names[source])
-    looks = _checked(described, looks_of, group.names[source])
+        raise HealingError(f"{who} sent a description of {length} bytes; at most {MOST_BYTES} are taken")
+    described = _described(bytes(_get(torch.empty(length, dtype=torch.uint8), group, source).tolist()), who)
+    looks = _checked(described, looks_of, who)
     tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in looks.items()}
     for tensor in tensors.values():
-        if tensor.numel():
-            get(tensor.view(-1).view(torch.uint8))
-    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not bool(tensor.isfinite().all())]
+        _get(tensor.view(-1).view(torch.uint8), group, source)
+    floats = {name: one for name, one in tensors.items() if one.is_floating_point() or one.is_complex()}
+    broken = [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
     if broken:
-        raise HealingError(
-            f"{group.names[source]} sent numbers that are not finite, in {', '.join(broken[:3])}; nothing is taken"
-        )
-    return State(described["facts"], tensors)
+        raise HealingError(f"{who} sent numbers that are not finite, in {', '.join(broken[:3])}; nothing is taken")
+    return State(described.get("facts", {}), tensors)
 
 
 def _described(text: bytes, who: str) -> dict[str, Any]:
@@ -96,33 +91,58 @@ def _checked(
     described: Mapping[str, Any], looks_of: Callable[[str], Looks | None], who: str
 ) -> dict[str, tuple[torch.dtype, list[int]]]:
     looks: dict[str, tuple[torch.dtype, list[int]]] = {}
-    for name, (kind, shape) in described["tensors"].items():
+    for name, look in described["tensors"].items():
         wanted = looks_of(name)
         if wanted is None:
-            raise HealingError(f"{who} sent {name!r}, which this worker doesn't have")
-        dtypes, shapes = wanted
-        if DTYPES.get(kind) not in dtypes or shape not in shapes:
-            mine = f"{' or '.join(map(_name, dtypes))} of shape {' or '.join(map(str, shapes))}"
+            raise HealingError(f"{who} sent {name!r}, which this worker doesn't have; nothing is taken")
+        if not _is_look(look):
+            raise HealingError(f"{who} sent {name!r} as {look!r:.60}, where a dtype and a shape belong; nothing is taken")
+        (kind, shape), (dtypes, shapes) = look, wanted
+        fits = math.prod(shape) <= MOST_NUMBERS if shapes is None else shape in shapes
+        if DTYPES[kind] not in dtypes or not fits:
+            there = (
+                f" of shape {' or '.join(map(str, shapes))}" if shapes is not None else f" of at most {MOST_NUMBERS} numbers"
+            )
+            mine = f"{' or '.join(map(_name, dtypes))}{there}"
             raise HealingError(f"{who} sent {name!r} as {kind} of shape {shape}; this worker has it as {mine}")
         looks[name] = DTYPES[kind], shape
     return looks
+
+
+def _is_look(look: object) -> bool:
+    """Whether it is a known dtype and a shape."""
+    if not isinstance(look, list) or len(look) != 2 or not isinstance(look[1], list):
+        return False
+    return look[0] in DTYPES and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in look[1])
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _each(group: ElasticGroup, launch: Callable[[Tensor], Any], parts: Sequence[Tensor]) -> None:
-    """In pieces, one after the other: a peer that goes away is noticed at the next one."""
-    for part in parts:
-        step = max(1, CHUNK_BYTES // part.itemsize)
-        for start in range(0, len(part), step):
-            try:
-                launch(part[start : start + step]).wait()
-            except RuntimeError as error:
-                raise CommunicationError(f"a worker was lost while state was sent: {error}") from error
+def _send(flat: Tensor, group: ElasticGroup, to: Sequence[int]) -> None:
+    for piece in _pieces(flat):
+        part = piece.to(group.device)
+        _wait(group, [lambda peer=peer: dist.isend(part, group=group.process_group, group_dst=peer, tag=TAG) for peer in to])  # type: ignore[misc]  # noqa: B023
 
 
-def norm(tensors: Sequence[Tensor]) -> float:
-    """Of all of them together."""
-    return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
+def _get(flat: Tensor, group: ElasticGroup, source: int) -> Tensor:
+    for piece in _pieces(flat):
+        part = piece.to(group.device)  # itself, where messages travel from the CPU
+        _wait(group, [lambda: dist.irecv(part, group=group.process_group, group_src=source, tag=TAG)])  # noqa: B023
+        if part is not piece:
+            piece.copy_(part)
+    return flat
+
+
+def _pieces(flat: Tensor) -> list[Tensor]:
+    """One after the other: a peer that goes away is noticed at the next one."""
+    return [piece for piece in torch.split(flat, max(1, CHUNK_BYTES // flat.itemsize)) if piece.numel()]
+
+
+def _wait(group: ElasticGroup, launches: Sequence[Callable[[], Any]]) -> None:
+    try:
+        for work in [launch() for launch in launches]:
+            work.wait()
+    except RuntimeError as error:
+        raise CommunicationError(f"a worker was lost while state was sent among {group.who}: {error}") from error

@@ -7,6 +7,7 @@ is used is the interface below it, `torchft.coordination`, and `torchft.process_
 """
 
 import contextlib
+import json
 import os
 import socket
 import uuid
@@ -18,17 +19,21 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from laconic.comm.group import CommunicationError
 from laconic.elastic.group import ElasticGroup
+from laconic.elastic.island import Island
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"  # torchft's own variable: http://host:port
 LOOPBACK = "127.0.0.1"
+CONNECT_SECONDS = 10
+BACKENDS = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}  # torchft's
 
 
 class MembershipError(RuntimeError):
-    """This worker may not take part: it trains something else than the others."""
+    """This worker can't take part: it trains something else than the others, or its own ranks have lost each other."""
 
 
 def torchft() -> tuple[ModuleType, ModuleType]:
@@ -88,6 +93,8 @@ class Membership:
     `lighthouse` is its address, `http://host:port`, and $TORCHFT_LIGHTHOUSE where it is not given. The server of this worker,
     and the store by which process groups are built, listen at `bind`: loopback alone by default. Between hosts, give the
     address by which the others reach this one. gloo takes the interface of $GLOO_SOCKET_IFNAME.
+    `timeout_seconds`: how long one collective may take.  `quorum_seconds`: how long this worker waits for the others.
+    Where a worker is an island of several ranks, each of them makes one, and the first one's name and address count.
     """
 
     def __init__(
@@ -110,48 +117,90 @@ class Membership:
                 "timeout_seconds, for one collective, must be above 0 and at most quorum_seconds, for all to come together; "
                 f"got {timeout_seconds} and {quorum_seconds}"
             )
-        coordination, groups = torchft()
+        self._coordination, self._groups = torchft()
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         if ":" in self.name or "/" in self.name:
             raise ValueError(f"a worker's name may have no ':' and no '/', got {self.name!r}")
-        self.address, self.group = address, ElasticGroup()
+        self.address, self.bind, self.group = address, bind, ElasticGroup()
         self._timeout, self._quorum_timeout = timedelta(seconds=timeout_seconds), timedelta(seconds=quorum_seconds)
         self.names: tuple[str, ...] = ()  # of the last quorum
         self._failures = 0  # syncs in a row that came to nothing
         self._met: tuple[object, ...] = ()  # what the process group was built by
-        self._coordination, self._process_group = coordination, groups.ProcessGroupGloo(timeout=self._timeout)
-        self._server, self._client = self._serve(bind), None  # type: Any, Any
+        self._rank = 0  # in the island
+        self._process_group: Any = None
+        self._server: Any = None  # the first rank of an island has it
+        self._client: Any = None
 
-    def _serve(self, bind: str) -> Any:
-        listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
+    def open(self, island: Island, device: torch.device) -> None:
+        """Begin to send heartbeats, and let the other ranks of the island know where the server is."""
+        self._rank = island.rank
+        backend = self._backend(device)
+        self._process_group = getattr(self._groups, BACKENDS[backend])(timeout=self._timeout)
+        self.group.device = torch.device("cpu") if backend == "gloo" else device
+        where = self._serve(island.size) if island.rank == 0 else ""
+        self.name, where = json.loads(island.first(json.dumps([self.name, where])))
+        self._client = self._coordination.ManagerClient(where, connect_timeout=self._timeout)
+
+    def _backend(self, device: torch.device) -> str:
+        """By what tensors of this device travel."""
+        backend = dist.get_default_backend_for_device(device)
+        if backend not in BACKENDS:
+            raise ValueError(
+                f"torchft has process groups for {', '.join(BACKENDS)}, and tensors on {device.type} travel by {backend}; "
+                "move the model to a device that one of them serves"
+            )
+        return backend
+
+    def _serve(self, ranks: int) -> str:
+        """Start this worker's server; its address."""
+        listener = socket.create_server((self.bind, 0), family=socket.AF_INET6 if ":" in self.bind else socket.AF_INET)
         port = listener.getsockname()[1]
         # torch would listen on all interfaces, unless it is given a socket that listens already.
         self._listening = dist.TCPStore(
-            bind, port, is_master=True, wait_for_workers=False, timeout=self._timeout, master_listen_fd=listener.detach()
+            self.bind, port, is_master=True, wait_for_workers=False, timeout=self._timeout, master_listen_fd=listener.detach()
         )
-        host = f"[{bind}]" if ":" in bind else bind
-        return self._coordination.ManagerServer(
-            replica_id=f"{self.name}:{uuid.uuid4()}",
-            lighthouse_addr=self.address,
-            hostname=host,
-            bind=f"{host}:0",
-            store_addr=f"{host}:{port}",
-            world_size=1,
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=timedelta(seconds=10),
-            quorum_retries=0,
-        )
+        host = f"[{self.bind}]" if ":" in self.bind else self.bind
+        try:
+            self._server = self._coordination.ManagerServer(
+                replica_id=f"{self.name}:{uuid.uuid4()}",
+                lighthouse_addr=self.address,
+                hostname=host,
+                bind=f"{host}:0",
+                store_addr=f"{host}:{port}",
+                world_size=ranks,
+                heartbeat_interval=timedelta(milliseconds=100),
+                connect_timeout=timedelta(seconds=CONNECT_SECONDS),
+                quorum_retries=0,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            raise ConnectionError(
+                f"no lighthouse answers at {self.address} within {CONNECT_SECONDS} s ({error}); start one first, with "
+                "`laconic run --elastic`, laconic.elastic.lighthouse() or torchft_lighthouse"
+            ) from error
+        address: str = self._server.address()
+        return address
+
+    def together(self, fine: bool) -> bool:
+        """Whether all ranks of this island are fine; each of them asks, and waits for the others."""
+        seconds = 3 * self._timeout.total_seconds() + self._quorum_timeout.total_seconds()
+        try:
+            answer = self._client.should_commit(self._rank, 0, fine, timeout=timedelta(seconds=seconds))
+        except (RuntimeError, TimeoutError) as error:
+            # The vote stays with the server, where it would count for the next one.
+            raise MembershipError(
+                f"another rank of worker {self.name} has not come to the vote within {seconds:.0f} s: {error}; end this "
+                "worker, and start all of its ranks again"
+            ) from error
+        return bool(answer)
 
     def meet(self, version: int) -> Quorum:
         """Come together with the others, who have come as far as `version`; the process group is ready then.
 
         It waits until all who are alive have asked for it, too, or the lighthouse's deadline has passed.
         """
-        if self._client is None:
-            self._client = self._coordination.ManagerClient(self._server.address(), connect_timeout=self._timeout)
         try:
             found = self._client._quorum(
-                group_rank=0,
+                group_rank=self._rank,
                 step=version,
                 checkpoint_metadata="",
                 shrink_only=False,
@@ -174,7 +223,7 @@ class Membership:
     def _build(self, found: Any, names: tuple[str, ...]) -> None:
         self.group.meet(None, [])
         # A lighthouse that was started anew counts quorums from the start: with the version, no name comes twice.
-        prefix = f"{found.store_address}/laconic/{found.quorum_id}/{found.max_step}"
+        prefix = f"{found.store_address}/laconic/{found.quorum_id}/{found.max_step}/{self._rank}"
         try:
             self._process_group.configure(prefix, self.name, found.replica_rank, found.replica_world_size, found.quorum_id)
         except (RuntimeError, TimeoutError) as error:
@@ -203,7 +252,8 @@ class Membership:
         """Close the connections, so that others who wait for this worker learn of it."""
         self._met = ()
         self.group.meet(None, [])
-        self._process_group.abort(errored=False)
+        if self._process_group is not None:
+            self._process_group.abort(errored=False)
 
     def leave(self) -> None:
         """Send no more heartbeats."""

@@ -16,11 +16,13 @@ one was away meanwhile: a lineage, a number made from all quorums before, tells 
 
 import hashlib
 import logging
+import math
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple, NoReturn, Self
@@ -33,6 +35,7 @@ from laconic.comm.exchange import Rounds, complete
 from laconic.comm.group import CommunicationError
 from laconic.comm.ledger import Ledger
 from laconic.elastic import healing
+from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership, MembershipError, Quorum
 from laconic.elastic.progress import Progress
 from laconic.elastic.state import Elastic
@@ -72,6 +75,15 @@ class ElasticStats:
     quorum_seconds: float  # in which this worker waited for the others to come together
 
 
+class Options(NamedTuple):
+    """What `attach` was told."""
+
+    min_replicas: int
+    weights: Weights
+    late: Late
+    leave_seconds: float
+
+
 class Row(NamedTuple):
     """What one worker tells the others at a sync."""
 
@@ -95,14 +107,11 @@ class ElasticRun:
         self,
         parts: Elastic,
         membership: Membership,
-        *,
-        min_replicas: int,
-        weights: Weights,
-        late: Late,
-        leave_seconds: float,
+        island: Island,
+        options: Options,
     ) -> None:
-        self._parts, self._membership = parts, membership
-        self._min_replicas, self._weights, self._late, self._leave_seconds = min_replicas, weights, late, leave_seconds
+        self._parts, self._membership, self._island = parts, membership, island
+        self._options = options
         self._group = membership.group
         self._control, self._ledger = Ledger(), parts.ledger
         self._version = self._lineage = 0
@@ -113,7 +122,7 @@ class ElasticRun:
         self._counts = dict.fromkeys(("syncs", "dropped", "healed", "joined", "lost", "left"), 0)
         self._lost_norm = self._quorum_seconds = 0.0
         self._doubt: dict[str, Tensor] | None = None  # parameters when a sync was dropped that others may have made
-        self._leaving = self._ended = False
+        self._leaving = self._told_to_leave = self._ended = False
         self._handler: Any = None
         self._clock = Clock(parts.optimizers, parts.scaler, self._after_step)
         self._join()
@@ -204,20 +213,23 @@ class ElasticRun:
     def _after_step(self) -> None:
         self._parts.drift()
         self._progress.stepped()
-        if self._leaving:
+        if self._leaving and self._island.size == 1:
             self._go()
         if self._parts.departures(self._clock.step):
-            self._try(self._sync)
+            if self._try(self._sync) and self._told_to_leave:
+                self._gone()
         elif self._parts.outstanding:
             self._try(lambda: self._exchange([]))
 
-    def _try(self, act: Callable[[], None]) -> None:
+    def _try(self, act: Callable[[], None]) -> bool:
         """A sync that fails is dropped: training goes on, and the next one has what this one would have had."""
         try:
             act()
         except CommunicationError as error:
             self._failed(error)
             log.warning("%s, step %d: the sync is dropped: %s", self._membership.name, self._clock.step, error)
+            return False
+        return True
 
     def _failed(self, error: CommunicationError) -> None:
         self._counts["dropped"] += 1
@@ -226,15 +238,66 @@ class ElasticRun:
 
     def _go(self) -> NoReturn:
         """Take part in one more sync, and leave."""
-        self._membership.hurry(self._leave_seconds)
-        self._try(self._sync)
+        deadline = time.monotonic() + self._options.leave_seconds
+        self._membership.hurry(self._options.leave_seconds)
+        while not self._try(self._sync) and time.monotonic() < deadline:
+            time.sleep(FIRST_PAUSE_SECONDS)
+        self._gone()
+
+    def _gone(self) -> NoReturn:
         log.info("%s leaves after step %d", self._membership.name, self._clock.step)
         self.detach()
         raise SystemExit(0)
 
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What one rank of this island can't do, none of them does."""
+        problem: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            problem = error
+        self._agree(problem)
+
+    def _agree(self, problem: BaseException | None) -> None:
+        fine = problem is None
+        if self._island.size > 1:
+            fine = self._membership.together(fine)
+        if problem is not None:
+            raise problem
+        if not fine:
+            raise CommunicationError("another rank of this island could not do its part")
+
     # One sync
 
     def _sync(self) -> None:
+        leaving, square = self._island.sums([float(self._leaving), self._parts.residual_square()])
+        self._told_to_leave = leaving > 0
+        with self._together():
+            quorum = self._meet()
+            rows = self._tell(math.sqrt(square))
+            newest, lineage = _newest(rows)
+            state = self._healed(rows, newest, lineage)
+        if state is not None:
+            self._adopt(state, newest, lineage)
+        self._doubt = None
+        if newest > 0:
+            step = max(row.step for row in rows if (row.version, row.lineage) == (newest, lineage))
+            self._clock.set(step, [0] * len(self._clock.ahead))  # who leaves may have come before it was due
+        if quorum.world < self._options.min_replicas:
+            raise CommunicationError(f"{quorum.world} workers are there, and min_replicas is {self._options.min_replicas}")
+        due = self._parts.departures(self._clock.step) if newest > 0 else []
+        self._weigh(rows, due)
+        self._parts.share_residuals(quorum.world)
+        self._exchange(due)
+        with self._together():
+            self._everywhere()
+            if newest == 0:
+                self._advance()
+            self._count(quorum, rows)
+            self._hand_over(rows)
+
+    def _meet(self) -> Quorum:
         began = time.perf_counter()
         try:
             quorum = self._membership.meet(self._version)
@@ -244,80 +307,74 @@ class ElasticRun:
             self._progress.undo(self._parts.undo())
             self._compare(quorum)
         self._parts.mark()
-        rows = self._tell()
-        newest, lineage = _newest(rows)
-        self._heal(rows, newest, lineage)
-        if newest > 0:
-            step = max(row.step for row in rows if (row.version, row.lineage) == (newest, lineage))
-            self._clock.set(step, [0] * len(self._clock.ahead))  # who leaves may have come before it was due
-        if quorum.world < self._min_replicas:
-            raise CommunicationError(f"{quorum.world} workers are there, and min_replicas is {self._min_replicas}")
-        due = self._parts.departures(self._clock.step) if newest > 0 else []
-        self._weigh(rows, due)
-        self._exchange(due)
-        self._everywhere()
-        if newest == 0:
-            self._advance()
-        self._count(quorum, rows)
-        self._hand_over(rows)
+        return quorum
 
-    def _tell(self) -> list[Row]:
+    def _tell(self, residual_norm: float) -> list[Row]:
         """What all workers say of themselves."""
-        norm, steps = self._parts.residual_norm(), self._progress.steps
-        mine = [self._version, self._lineage, self._clock.step, self._leaving, norm, *steps]
-        rows = complete(_gather([float(number) for number in mine]), self._group, self._control)
-        return [Row.read(row) for row in rows.tolist()]
+        steps = self._progress.steps
+        mine = [self._version, self._lineage, self._clock.step, self._told_to_leave, residual_norm, *steps]
+        return [Row.read(row) for row in self._gather(mine)]
+
+    def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """These numbers of all workers."""
+        mine = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=self._group.device)
+        rows: list[list[float]] = complete(_rows(mine), self._group, self._control).tolist()
+        return rows
 
     def _compare(self, quorum: Quorum) -> None:
         """Refuse who trains something else; the reference is a worker with the newest state."""
         text = "\n".join(self._parts.facts())
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-        rows = complete(_gather([float(self._version), float(digest)]), self._group, self._control).tolist()
+        rows = self._gather([self._version, digest])
         first = max(range(len(rows)), key=lambda rank: (rows[rank][0], -rank))
         odd = [rank for rank, row in enumerate(rows) if row[1] != rows[first][1]]
         if not odd:
             return
-        reports = complete(gather_texts(text, torch.device("cpu")), self._group, self._control)
+        reports = complete(gather_texts(text, self._group.device), self._group, self._control)
         names = self._group.names
         if quorum.rank in odd:
             unlike = differences([reports[first], reports[quorum.rank]], [names[first], names[quorum.rank]])
             raise MembershipError("this worker trains something else than the others, and may not join: " + "; ".join(unlike))
         raise CommunicationError(f"{', '.join(names[rank] for rank in odd)} trains something else, and was refused")
 
-    def _heal(self, rows: Sequence[Row], newest: int, lineage: int) -> None:
-        """Whoever has not the newest state takes that of the first who has; at the very start, that of the first worker."""
+    def _healed(self, rows: Sequence[Row], newest: int, lineage: int) -> healing.State | None:
+        """Whoever has not the newest state gets that of the first who has; at the very start, that of the first worker."""
         has = [(row.version, row.lineage) == (newest, lineage) and (newest > 0 or rank == 0) for rank, row in enumerate(rows)]
         rank, source = self._group.rank, has.index(True)
         if rank == source:
             behind = [peer for peer, healthy in enumerate(has) if not healthy]
-            healing.send(self._parts.state(self._clock.step), self._group, behind)
-        if not has[rank]:
-            state = healing.receive(self._group, source, self._parts.looks_of)
-            self._adopt(state)
-            self._version, self._lineage = newest, lineage
-            if newest > 0:
-                self._counts["healed"] += 1
-                who = self._group.names[source]
-                log.info("%s takes the state of %s, step %d", self._membership.name, who, self._clock.step)
-        self._doubt = None
+            for first in (True, False):  # a worker that has just come gets more
+                peers = [peer for peer in behind if (rows[peer].version == 0) == first]
+                if peers:
+                    healing.send(self._parts.state(self._clock.step, first=first), self._group, peers)
+        if has[rank]:
+            return None
+        state = healing.receive(self._group, source, self._parts.looks_of)
+        self._parts.check(state, first=self._version == 0)
+        return state
 
-    def _adopt(self, state: healing.State) -> None:
-        """A peer's state; with late="carry", what this worker has learnt since its own last sync comes on top."""
+    def _adopt(self, state: healing.State, version: int, lineage: int) -> None:
+        """Go on from a peer's state; with late="carry", what this worker has learnt since its own last sync comes on top."""
         committed = self._doubt is not None
-        carry = self._late == "carry" and self._version > 0
+        carry = self._options.late == "carry" and self._version > 0
         step = self._parts.adopt(state, carry=carry, sent=self._doubt)
+        self._parts.wrote()
         if committed and self._parts.has_residuals:  # they are of before a sync that the others have made
-            self._lost_norm += self._parts.residual_norm()
+            self._lost_norm += math.sqrt(self._island.sums([self._parts.residual_square()])[0])
             self._parts.forget_residuals()
         self._progress.start_again(keep=carry, committed=committed)
         self._clock.set(step, [0] * len(self._clock.ahead))
+        self._version, self._lineage = version, lineage
+        if version > 0:
+            self._counts["healed"] += 1
+            log.info("%s takes the state of a peer, step %d", self._membership.name, self._clock.step)
 
     def _weigh(self, rows: Sequence[Row], due: Sequence[int]) -> None:
         """How much each worker counts: what it brings along, as a share of what all do on average."""
         weights: dict[int, float] = {}
         for fragment in range(self._parts.fragments):
             steps = [row.steps[fragment] for row in rows]
-            if self._weights == "equal":
+            if self._options.weights == "equal":
                 steps = [float(each > 0) for each in steps]
             scaled = [each * len(rows) / (sum(steps) or 1.0) for each in steps]
             weights[fragment] = scaled[self._group.rank]
@@ -327,13 +384,32 @@ class ElasticRun:
 
     def _exchange(self, due: Sequence[int]) -> None:
         """Send what is due, and complete what is outstanding."""
-        self._parts.exchange(self._clock.step, due, self._confirm)
+        decided: bool | None = None  # what this island's ranks have agreed on before anything was written, if it came to that
+
+        def confirm() -> None:
+            nonlocal decided
+            decided = False
+            self._confirm()
+            decided = True
+
+        problem: CommunicationError | None = None
+        try:
+            self._parts.exchange(self._clock.step, due, confirm)
+        except CommunicationError as error:
+            problem = error
+        if decided is False:
+            assert problem is not None, "confirm has raised it"
+            raise problem
+        if decided:
+            self._parts.wrote()
+        self._agree(problem)
         self._progress.departed(due)
 
     def _confirm(self) -> None:
         """All of it has arrived, everywhere: what is written from here on is the next version."""
         try:
-            self._everywhere()
+            with self._together():
+                self._everywhere()
         except CommunicationError:
             # The others may have heard from all, and have written.
             self._doubt = self._parts.snapshot()
@@ -350,7 +426,7 @@ class ElasticRun:
 
     def _everywhere(self) -> None:
         """Whether all have come as far as this."""
-        rows = complete(_gather([float(self._version), float(self._lineage)]), self._group, self._control).tolist()
+        rows = self._gather([self._version, self._lineage])
         if any(row != rows[0] for row in rows):
             raise CommunicationError("the workers are not at the same version")
 
@@ -394,6 +470,6 @@ def _newest(rows: Sequence[Row]) -> tuple[int, int]:
     return version, lineages.most_common(1)[0][0]
 
 
-def _gather(numbers: list[float]) -> Rounds[Tensor]:
-    rows: Tensor = yield AllGather(torch.tensor(numbers, dtype=torch.float64))
+def _rows(mine: Tensor) -> Rounds[Tensor]:
+    rows: Tensor = yield AllGather(mine)
     return rows

@@ -7,18 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic._torch.fsdp import reshard
 from laconic.comm.bucket import RESIDUAL
-from laconic.comm.flat_tensors import local
+from laconic.comm.flat_tensors import local, squared_norm
 from laconic.comm.inspection import Inspector
 from laconic.comm.ledger import Ledger
+from laconic.elastic.facts import check_facts
 from laconic.elastic.group import ElasticGroup
-from laconic.elastic.healing import HealingError, Looks, State, norm
+from laconic.elastic.healing import HealingError, Looks, State
+from laconic.elastic.island import Island
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import InnerGroups
 from laconic.local.delta_averaging import DeltaAverager
 from laconic.local.fragments import fragments
 from laconic.local.moments import Moments
 from laconic.local.parameter_averaging import ParameterAverager
+from laconic.run.state import memory_of
 from laconic.strategies.strategy import Averaging, Strategy
 
 FLOATS = (torch.float32, torch.float64)
@@ -35,45 +39,59 @@ class Elastic:
         self,
         strategy: Strategy,
         module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
         group: ElasticGroup,
+        island: Island,
         *,
+        sharded: bool,
         fused: bool = False,
     ) -> None:
         assert strategy.averaging is not None, "attach has checked it"
         self.strategy, self.optimizers, self.scaler = strategy, optimizers, scaler
         self.ledger, self._control = Ledger(), Ledger()
         self._averaging: Averaging = strategy.averaging
-        self._module, self._parameters, self._group = module, dict(parameters), group
-        self._device = torch.device("cpu")
+        self._module, self._group, self._island, self._sharded = module, group, island, sharded
+        self._shared = [key for key, whose in memory_of(strategy).items() if whose == "shared"]
+        everything = dict(module.named_parameters())
+        trained = {name: p for name, p in everything.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in everything.items() if not p.requires_grad}
+        self.device = next(iter(trained.values())).device
+        self._control_device = torch.device("cpu") if self.device.type == "cpu" else self.device
+        # Of a sharded model, each rank of an island has a part of every parameter; of a whole one, some of the parameters.
+        whole = [list(trained)] * island.size
+        self._dealt = whole if sharded else island.deal({name: p.numel() for name, p in trained.items()})
+        self._parameters = {name: trained[name] for name in self._dealt[island.rank]}
+        self._trained = trained
         self._agenda = Agenda(self._averaging)
-        self._moments = Moments(optimizers, parameters, self.ledger, self._control, self._device)
+        self._moments = Moments(optimizers, trained, self.ledger, self._control, self._control_device)
         self._deltas = self._new_deltas(fused) if self._averaging.deltas else None
         self._weights: Mapping[int, float] = {}
-        self._mark: list[int] = []
-        self.mark()
+        self._residual_world = 0  # of how many workers' mean the residuals are a part
+        self._mark = self._deltas.mark() if self._deltas else None
 
     def _new_deltas(self, fused: bool) -> DeltaAverager:
         deltas = self._averaging.deltas
         assert deltas is not None
+        parts = fragments(self._trained, deltas.fragments, deltas.order)
         made = DeltaAverager(
             self._parameters,
-            fragments(self._parameters, deltas.fragments, deltas.order),
+            [[name for name in part if name in self._parameters] for part in parts],
             deltas,
             self._group,
             self._group,
-            None,
+            self._island.group,
             self.ledger,
             self._control,
-            self._device,
+            self._control_device,
             self._inner(),
             deltas.outer.needs_rate or any(schedule.follows_rate for schedule in self._averaging.route.schedules),
             self._moments.forget_bad,
             Inspector(),
             fused,
         )
+        if self._island.group is not None:
+            made.replica_squares = self._island.sums
         made.restart()
         return made
 
@@ -91,8 +109,9 @@ class Elastic:
 
     def facts(self) -> list[str]:
         """What all workers must have alike."""
-        look = [f"{kind} {name} of shape {tuple(t.shape)}, {t.dtype}" for kind, name, t in self._held()]
-        return [f"strategy {self.strategy}", *look]
+        held = {**self._held(), **self._untrained()}
+        looks = [f"{name.replace('/', ' ', 1)} of shape {tuple(one.shape)}, {one.dtype}" for name, one in held.items()]
+        return [f"strategy {self.strategy}", f"island of {self._island.size} ranks", *looks]
 
     # What is due
 
@@ -151,7 +170,7 @@ class Elastic:
         buffers()
 
     def _exchange_buffers(self) -> Callable[[], None]:
-        buffers = dict(self._module.named_buffers())
+        buffers = self._buffers()
         if not buffers or self._averaging.buffers != "average":
             return _nothing
         return ParameterAverager(buffers, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
@@ -161,13 +180,23 @@ class Elastic:
         assert isinstance(self._averaging.moments, str), "attach has checked it"
         self._moments.treat(self._averaging.moments, self._group)
 
+    def wrote(self) -> None:
+        """This rank's part has been written: the other ranks of the island get it, too; all of them together."""
+        if self._sharded:
+            reshard(self._module)
+        else:
+            self._island.spread([{name: self._trained[name] for name in names} for names in self._dealt])
+            if self._island.size > 1:
+                none: dict[str, Tensor] = {}
+                self._island.spread([dict(self._module.named_buffers()), *[none] * (self._island.size - 1)])
+
     def mark(self) -> None:
         """What has been exchanged by now stays exchanged."""
-        self._mark = self._deltas.exchanges() if self._deltas else []
+        self._mark = self._deltas.mark() if self._deltas else None
 
     def undo(self) -> list[int]:
         """What was exchanged since came to nothing, for all workers; fragments whose deltas were outstanding."""
-        return self._deltas.undo(self._mark) if self._deltas else []
+        return self._deltas.undo(self._mark) if self._deltas and self._mark else []
 
     # Residuals
 
@@ -182,9 +211,20 @@ class Elastic:
         deltas = self._averaging.deltas
         return deltas is not None and RESIDUAL in deltas.reducer.all_memory()
 
-    def residual_norm(self) -> float:
-        """Of all of them."""
-        return norm(list(self.residuals().values())) if self.has_residuals else 0.0
+    def residual_square(self) -> float:
+        """The square of the norm of all of them that this rank has."""
+        return squared_norm(self.residuals().values()) if self.has_residuals else 0.0
+
+    @torch.no_grad()
+    def share_residuals(self, world: int) -> None:
+        """The mean is over so many workers from now on: what residuals add to it stays what it was.
+
+        A residual e of one of N workers is e / N of the mean that the model has not received yet.
+        """
+        if self._residual_world not in (0, world):
+            for residual in self.residuals().values():
+                residual.mul_(world / self._residual_world)
+        self._residual_world = world
 
     def forget_residuals(self) -> None:
         """They are of a state that is no more."""
@@ -197,10 +237,8 @@ class Elastic:
         assert self._deltas is not None
         for name, residual in residuals.items():
             slot = self._deltas.memory[name.removeprefix("residual/")]
-            if RESIDUAL in slot:
-                slot[RESIDUAL].add_(residual.to(slot[RESIDUAL].device))
-            else:
-                slot[RESIDUAL] = residual.clone()
+            held = slot.get(RESIDUAL)
+            slot[RESIDUAL] = residual.clone() if held is None else held.add_(residual.to(held.device, held.dtype))
 
     def residual_looks(self, name: str) -> Looks | None:
         """What a residual of that name must look like."""
@@ -209,13 +247,27 @@ class Elastic:
 
     # A peer's state
 
-    def _held(self) -> list[tuple[str, str, Tensor]]:
-        parameters = [("parameter", name, local(parameter)) for name, parameter in self._parameters.items()]
-        return [*parameters, *(("buffer", name, buffer) for name, buffer in self._module.named_buffers())]
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that this rank averages: of a whole model, the first rank of an island."""
+        return dict(self._module.named_buffers()) if self._sharded or self._island.rank == 0 else {}
 
-    def state(self, step: int) -> State:
-        """Everything that a worker needs to go on from here, but for what is this one's own: moments and residuals."""
-        tensors = {f"{kind}/{name}": tensor for kind, name, tensor in self._held()}
+    def _held(self) -> dict[str, Tensor]:
+        """What this rank writes at a sync, by kind and name."""
+        parameters = {f"parameter/{name}": local(parameter) for name, parameter in self._parameters.items()}
+        return {**parameters, **{f"buffer/{name}": buffer for name, buffer in self._buffers().items()}}
+
+    def _untrained(self) -> dict[str, Tensor]:
+        """What nobody trains: a worker that joins may have been built with other numbers."""
+        return {f"frozen/{name}": local(parameter) for name, parameter in self._frozen.items()}
+
+    def state(self, step: int, *, first: bool) -> State:
+        """Everything that a worker needs to go on from here, but for what is this one's own: moments and residuals.
+
+        With `first`, for a worker that has just come: with what is not trained.
+        """
+        parts = {**self._held(), **(self._untrained() if first else {})}
+        # Where deltas are sent, parameters begin at their anchors.
+        tensors = {name: one for name, one in parts.items() if self._deltas is None or not name.startswith("parameter/")}
         facts: dict[str, Any] = {"step": step, "last": self._agenda.last, "rate": self._agenda.rate}
         if self._deltas is not None:
             plain = self._deltas.state()
@@ -223,69 +275,90 @@ class Elastic:
             memory = [(name, key, value) for name, known in plain["outer"].items() for key, value in known.items()]
             tensors |= {f"outer/{name}/{key}": value for name, key, value in memory if isinstance(value, Tensor)}
             numbers = [[name, key, value] for name, key, value in memory if not isinstance(value, Tensor)]
+            for name, slot in self._deltas.memory.items():  # that all workers have alike, such as PowerSGD's factors
+                tensors |= {f"memory/{name}/{key}": slot[key] for key in self._shared if key in slot}
             kept = {key: plain[key] for key in ("exchanges", "norms", "skipped")}
-            facts["deltas"] = {**kept, "outer_groups": plain["outer_groups"], "outer": numbers}
+            facts["deltas"] = {**kept, "outer_groups": _plain(plain["outer_groups"]), "outer": numbers}
         return State(facts, tensors)
 
     def looks_of(self, name: str) -> Looks | None:
         """What a tensor of that name in a peer's state must look like; None: there is no such tensor."""
+        found = {**self._held(), **self._untrained()}.get(name)
+        if found is not None:
+            return (found.dtype,), [list(found.shape)]
         kind, _, rest = name.partition("/")
-        if kind in ("parameter", "buffer"):
-            found = {f"{what}/{called}": tensor for what, called, tensor in self._held()}.get(name)
-            return None if found is None else ((found.dtype,), [list(found.shape)])
         known = self._deltas.anchors.by_name if self._deltas else {}
         if kind == "anchor" and rest in known:
             return (known[rest].dtype,), [list(known[rest].shape)]
-        owner = rest.rpartition("/")[0]
+        owner, _, key = rest.rpartition("/")
         if kind == "outer" and owner in known:
             return FLOATS, [list(known[owner].shape), []]
+        if kind == "memory" and owner in known and key in self._shared:
+            return FLOATS, None  # of any shape: a reducer's own matter
         return None
+
+    def check(self, state: State, *, first: bool) -> None:
+        """Refuse what can't be adopted; nothing has been written then."""
+        needed = [*self._needed(), *(self._untrained() if first else [])]
+        lacking = [name for name in needed if name not in state.tensors]
+        if lacking:
+            raise HealingError(f"a peer's state lacks {', '.join(lacking[:3])}; nothing of it is taken")
+        mine = self._deltas.state() if self._deltas is not None else None
+        check_facts(state.facts, mine and {**mine, "outer_groups": _plain(mine["outer_groups"])})
 
     @torch.no_grad()
     def adopt(self, state: State, *, carry: bool, sent: Mapping[str, Tensor] | None) -> int:
-        """Go on from a peer's state; with `carry`, what this worker has learnt since is added. Returns the step.
+        """Go on from a peer's state, which has been checked; with `carry`, what this worker has learnt since is added.
 
         `sent` are the parameters at a sync that the others have committed: what was learnt before it is in their state.
+        Returns the step.
         """
-        missing = [f"{kind}/{name}" for kind, name, _ in self._held() if f"{kind}/{name}" not in state.tensors]
-        step, last = state.facts.get("step"), state.facts.get("last")
-        if missing or not isinstance(step, int) or not isinstance(last, int):
-            raise HealingError(f"a peer's state lacks {', '.join(missing[:3]) or 'its clock'}; nothing of it is taken")
+        facts = state.facts
         learnt: dict[str, Tensor] = {}
         if carry and self._deltas is not None:
             before = sent or self._deltas.anchors.by_name
-            learnt = {name: local(p).detach() - before[name].to(p.device) for name, p in self._parameters.items()}
+            learnt = {name: local(p) - before[name].to(p.device) for name, p in self._parameters.items()}
+        self._agenda.synced(facts["last"], facts.get("rate"))
+        for name, tensor in {**self._held(), **self._untrained()}.items():
+            if name in state.tensors:
+                tensor.copy_(state.tensors[name])
         if self._deltas is not None:
-            self._load_deltas(self._deltas, state, step)
-        self._agenda.synced(last, state.facts.get("rate"))
-        for kind, name, tensor in self._held():
-            tensor.copy_(state.tensors[f"{kind}/{name}"])
-        if self._deltas is not None:
+            self._deltas.load(self._loaded(self._deltas, facts["deltas"], state.tensors), facts["step"])
             for name, parameter in self._parameters.items():
                 there = self._deltas.anchors[name].to(parameter.device)
                 local(parameter).copy_(there if name not in learnt else there + learnt[name])
+        step: int = facts["step"]
         return step
 
-    def _load_deltas(self, deltas: DeltaAverager, state: State, step: int) -> None:
-        facts = state.facts.get("deltas")
-        wanted = {f"anchor/{name}" for name in deltas.anchors.by_name}
-        if not isinstance(facts, dict) or not wanted <= set(state.tensors):
-            raise HealingError("a peer's state lacks anchors; nothing of it is taken")
+    def _needed(self) -> list[str]:
+        """What no peer's state may lack."""
+        if self._deltas is None:
+            return list(self._held())
+        return [*(name for name in self._held() if name.startswith("buffer/")), *map("anchor/{}".format, self._parameters)]
+
+    def _loaded(self, deltas: DeltaAverager, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The state of a `DeltaAverager`, out of a peer's and of what is this worker's own."""
         outer: dict[str, dict[str, Any]] = {name: {} for name in deltas.anchors.by_name}
-        for place, tensor in state.tensors.items():
-            if place.startswith("outer/"):
-                name, _, key = place.removeprefix("outer/").rpartition("/")
-                outer[name][key] = tensor
+        memory = {name: {k: v for k, v in slot.items() if k not in self._shared} for name, slot in deltas.memory.items()}
+        for place, tensor in tensors.items():
+            kind, _, rest = place.partition("/")
+            name, _, key = rest.rpartition("/")
+            if kind in ("outer", "memory"):
+                (outer if kind == "outer" else memory)[name][key] = tensor
         for name, key, value in facts["outer"]:
             outer[name][key] = value
-        memory = {name: dict(slot) for name, slot in deltas.memory.items()}  # residuals stay this worker's own
-        anchors = {name: state.tensors[f"anchor/{name}"] for name in deltas.anchors.by_name}
-        plain = {"anchors": anchors, "outer": outer, "memory": memory, "clean": [], "outstanding": []}
-        deltas.load({**facts, **plain}, step)
+        anchors = {name: tensors[f"anchor/{name}"] for name in deltas.anchors.by_name}
+        kept = {key: facts[key] for key in ("exchanges", "norms", "skipped", "outer_groups")}
+        return {**kept, "anchors": anchors, "outer": outer, "memory": memory, "clean": [], "outstanding": []}
 
     def snapshot(self) -> dict[str, Tensor]:
         """The parameters as they are now; nothing where they are averaged themselves, and no delta is known."""
-        return {name: local(p).detach().clone() for name, p in self._parameters.items()} if self._deltas else {}
+        return {name: local(p).clone() for name, p in self._parameters.items()} if self._deltas else {}
+
+
+def _plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """An optimizer's groups in numbers that JSON knows."""
+    return [{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()} for group in groups]
 
 
 def _nothing() -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from laconic.strategies.strategy import Deltas
 
 def _nothing(fragments: Sequence[int]) -> None:
     """Nobody has to be asked."""
+
+
+class Mark(NamedTuple):
+    """Where exchanges stand, for `undo`."""
+
+    exchanges: list[int]  # that each fragment has begun
+    norms: list[list[float]]  # of the syncs that were accepted
 
 
 class DeltaAverager:
@@ -71,10 +78,12 @@ class DeltaAverager:
         self._expected: dict[Hashable, int] = {}  # rounds that a bucket took in its last exchange, by its first parameter
         self.skipped = 0  # syncs that moved nothing
         self._norms = [Norms(deltas.outlier) for _ in fragments]
-        # For workers that may come and go: how much each fragment of this rank counts, 1 on average; and what is asked before
-        # anything is written, which may raise.
+        # For workers that may come and go: how much each fragment of this rank counts, 1 on average; what is asked before
+        # anything is written, which may raise; and, where a rank has a part of a replica and heartbeats go to the same part of
+        # the others, what makes squares of the parts those of the whole.
         self.weights: Mapping[int, float] = {}
         self.confirm: Callable[[Sequence[int]], None] = _nothing
+        self.replica_squares: Callable[[Sequence[float]], Sequence[float]] | None = None
         self._clean: set[int] = set()  # fragments that are known to be the same on all ranks
         self._outstanding: list[FragmentExchange] = []
         tensors = {name: local(parameter) for name, parameter in parameters.items()}
@@ -109,19 +118,20 @@ class DeltaAverager:
 
         Returns the fragments that are complete now, with what ranks told each other when these left.
         """
-        delay = self._deltas.delay
+        departures, delay = list(departures), self._deltas.delay
         complete = [one for one in self._outstanding if step >= one.launched + delay]
         for one in complete:
             self._finish(one)
         if complete:
             self.confirm([one.fragment for one in complete])
         self._apply(complete)  # before anything else is sent, which may fail
+        squares = self._squares(departures)
         for one in self._outstanding:
             one.pipeline.advance(step - one.launched, delay)
         if delay:
-            self._outstanding += [self._launch(number, step, self._filled(number, step)) for number in departures]
+            self._outstanding += [self._launch(n, step, self._filled(n, step), squares.get(n)) for n in departures]
         else:
-            complete = [self._exchange(number, step) for number in departures]
+            complete = [self._exchange(number, step, squares.get(number)) for number in departures]
             if complete:
                 self.confirm([one.fragment for one in complete])
             self._apply(complete)
@@ -141,15 +151,16 @@ class DeltaAverager:
             if RESIDUAL in slot:
                 self._parameter(name).sub_(slot.pop(RESIDUAL))
 
-    def exchanges(self) -> list[int]:
-        """How many each fragment has begun."""
-        return list(self._exchanges)
+    def mark(self) -> Mark:
+        """Where exchanges stand now."""
+        return Mark(list(self._exchanges), [list(norms.norms) for norms in self._norms])
 
-    def undo(self, exchanges: Sequence[int]) -> list[int]:
+    def undo(self, mark: Mark) -> list[int]:
         """The exchanges since then came to nothing, on all ranks; the fragments whose deltas were outstanding."""
         lost = [one.fragment for one in self._outstanding]
         self.abandon()
-        self._exchanges = list(exchanges)
+        self._exchanges = list(mark.exchanges)
+        self._norms = [Norms(self._deltas.outlier, norms) for norms in mark.norms]
         self._expected.clear()
         return lost
 
@@ -162,9 +173,20 @@ class DeltaAverager:
 
     # One exchange
 
-    def _exchange(self, fragment: int, step: int) -> FragmentExchange:
+    def _squares(self, fragments: Sequence[int]) -> dict[int, float]:
+        """How far whole replicas have come, by fragment, where this rank has a part of one; nothing where it has all of it.
+
+        Before anything is sent to others: the ranks of a replica ask each other, and each of them may lose others later.
+        """
+        if self.replica_squares is None or not fragments:
+            return {}
+        parts = [squared_norm(map(self._delta, self.fragments[number])) for number in fragments]
+        return dict(zip(fragments, self.replica_squares(parts), strict=True))
+
+    def _exchange(self, fragment: int, step: int, square: float | None) -> FragmentExchange:
         """At once, a few buckets outstanding at a time; none where the heartbeat says that the sync is to be skipped."""
-        square = squared_norm(self._delta(name) for name in self.fragments[fragment])
+        if square is None:
+            square = squared_norm(map(self._delta, self.fragments[fragment]))
         pipeline = Pipeline(self._group, self._ledger, {}, window=WINDOW)
         exchange = FragmentExchange(fragment, step, self._heartbeat(step, square), [], pipeline)
         self._judge(exchange)
@@ -174,11 +196,13 @@ class DeltaAverager:
         pipeline.finish()
         return exchange
 
-    def _launch(self, fragment: int, step: int, filled: Iterable[Bucket]) -> FragmentExchange:
+    def _launch(self, fragment: int, step: int, filled: Iterable[Bucket], square: float | None = None) -> FragmentExchange:
         """All buckets, of which the first rounds leave now."""
         filled = list(filled)
         pipeline = Pipeline(self._group, self._ledger, self._expected)
-        present = self._heartbeat(step, squared_norm(bucket.flat for bucket in filled))
+        if square is None:
+            square = squared_norm(bucket.flat for bucket in filled)
+        present = self._heartbeat(step, square)
         exchange = FragmentExchange(fragment, step, present, [], pipeline)
         for bucket in filled:
             delta = bucket.flat.clone()  # as it leaves: what a checkpoint needs to send it again
@@ -215,7 +239,7 @@ class DeltaAverager:
         means: dict[str, Tensor] = {}
         bad: list[str] = []
         accepted = [exchange for exchange in exchanges if exchange.problem is None]
-        verdicts = iter(self._verdicts([pending for exchange in accepted for pending in exchange.buckets]))
+        verdicts = iter(self._verdicts(accepted))
         for exchange in accepted:
             self.anchors.use_rates(exchange.heartbeat.result.rates)
             for pending in exchange.buckets:
@@ -245,13 +269,14 @@ class DeltaAverager:
                 stacklevel=2,
             )
 
-    def _verdicts(self, buckets: Sequence[PendingBucket]) -> list[bool]:
+    def _verdicts(self, exchanges: Sequence[FragmentExchange]) -> list[bool]:
         """Which buckets have a mean that is finite. Of a sharded replica all or none, whatever buckets its shards are in."""
+        buckets = [pending for exchange in exchanges for pending in exchange.buckets]
         results = [pending.exchange.result for pending in buckets]
         for pending, result in zip(buckets, results, strict=True):
             check_reduced(result, pending.bucket.flat.numel())
         goods = [bool(finite(result.mean) if result.good is None else result.good) for result in results]
-        if self._island is not None and goods:
+        if self._island is not None and exchanges:  # this rank may have nothing of a fragment, and others some of it
             everywhere = all(complete(gather_flags(all(goods), self._device), self._island, self._control))
             goods = [everywhere] * len(goods)
             for verdict in [result.good for result in results if result.good is not None]:

@@ -78,7 +78,7 @@ def check_sharding(model: nn.Module, mesh: object, replicate: object, ranks: Ran
     """How a model is sharded, or an error that says what can't be used."""
     if isinstance(model, DistributedDataParallel):
         raise ValueError("there is a sharded model inside this DistributedDataParallel; attach the sharded model, without it")
-    _check_kinds(model)
+    check_kinds(model)
     if mesh is None:
         raise ValueError(
             f"this {type(model).__name__} is sharded, and attach was given no mesh: it must know which ranks hold one replica "
@@ -103,7 +103,8 @@ def check_sharding(model: nn.Module, mesh: object, replicate: object, ranks: Ran
     return Sharding(False, _refusal(model))
 
 
-def _check_kinds(model: nn.Module) -> None:
+def check_kinds(model: nn.Module) -> None:
+    """Refuse a sharded model of which some parts are whole, or have no numbers yet."""
     buffers = [name for name, one in model.named_buffers() if is_dtensor(one)]
     if buffers:
         raise ValueError(f"the buffer {buffers[0]} is a DTensor, and only parameters may be; keep buffers whole on each rank")
