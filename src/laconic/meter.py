@@ -18,9 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
+from laconic.comm.inspection import Inspector
 from laconic.forecast import layer_bytes
+from laconic.run.engine import Engine
 from laconic.run.run import Run, engine_of
-from laconic.run.stats import Stats
+from laconic.run.stats import Counts, Observer
+from laconic.strategies.strategy import Strategy
 
 VERSION = 1
 FLUSH_SECONDS = 1.0
@@ -38,34 +41,106 @@ class Sink(Protocol):
         ...
 
 
+class Source(Protocol):
+    """What a meter reads of a run."""
+
+    @property
+    def paused_seconds(self) -> float:
+        """That are no part of any step."""
+        ...
+
+    def observe(self, observer: Observer) -> Inspector:
+        """Have it told of every step, and of the end."""
+        ...
+
+    def counts(self) -> Counts:
+        """What it has cost since it was attached."""
+        ...
+
+    def layer_bytes(self) -> dict[str, int]:
+        """What one exchange of each layer sends, by the strategy of this moment."""
+        ...
+
+    def start(self) -> dict[str, Any]:
+        """Who this rank is, and among whom."""
+        ...
+
+    def events(self) -> list[dict[str, Any]]:
+        """Rows of what has happened since the last step, by a `kind` of their own; they are forgotten then."""
+        ...
+
+
+class Metered(Protocol):
+    """A run that brings its own source: one of `laconic.elastic`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def strategy(self) -> Strategy: ...
+    def stats(self) -> Any: ...
+    def source(self) -> Source: ...
+
+
+class _Attached:
+    """Of a run that `laconic.attach` has made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.observe, self.counts = engine.observe, engine.counter.here
+
+    @property
+    def paused_seconds(self) -> float:
+        return self._engine.paused_seconds
+
+    def layer_bytes(self) -> dict[str, int]:
+        return layer_bytes(self._engine.strategy, self._engine.model, self._engine.replicas.world)
+
+    def start(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "rank": engine.group.rank,
+            "world": engine.group.world,
+            "shards": engine.ranks.shards,
+            "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+        }
+
+    def events(self) -> list[dict[str, Any]]:
+        return []
+
+
 class Meter:
     """Writes a run's rows to a folder until the run ends; all ranks make one.
 
     `every`: steps between two looks into the layers; 0: never. With `tensorboard`, the first rank writes the same numbers for
-    TensorBoard, which must be installed, into the folder `tensorboard`.
+    TensorBoard, which must be installed, into the folder `tensorboard`. Of an elastic run, each worker writes to a file by its
+    own name, and a row of every sync: who took part, by which weights.
     """
 
-    def __init__(self, run: Run, folder: str | Path, *, every: int = 100, tensorboard: bool = False) -> None:
+    def __init__(self, run: Run | Metered, folder: str | Path, *, every: int = 100, tensorboard: bool = False) -> None:
         if every < 0:
             raise ValueError(f"every must be a number of steps, or 0 for never, got {every!r}")
-        self._run, self._engine, self._every = run, engine_of(run), every
-        folder, rank = Path(folder), self._engine.group.rank
-        self._sinks: list[Sink] = [JsonLines(folder / f"rank-{rank}.jsonl", anew=run.step == 0)]
-        if tensorboard and rank == 0:
-            self._sinks.append(TensorBoard(folder / "tensorboard"))
+        self._run, self._every = run, every
+        self._source: Source = _Attached(engine_of(run)) if isinstance(run, Run) else run.source()
         self._bytes: dict[str, int] = {}
         self._strategy = str(run.strategy)
         self._unseen: set[str] = set()  # layers that the look which goes on has not come to
-        self._before, self._time = self._engine.counter.here(), time.perf_counter()
-        self._paused = self._engine.paused_seconds
-        self._inspector = self._engine.observe(self)
+        start = self._start()
+        folder, worker = Path(folder), start.get("worker")
+        name = f"rank-{start['rank']}" if worker is None else f"worker-{worker}"
+        # A worker that was started again goes on with the run of the others, whatever its own clock says.
+        self._sinks: list[Sink] = [JsonLines(folder / f"{name}.jsonl", anew=run.step == 0)]
+        if tensorboard and start["rank"] == 0:
+            self._sinks.append(TensorBoard(folder / "tensorboard"))
+        self._before, self._time = self._source.counts(), time.perf_counter()
+        self._paused = self._source.paused_seconds
+        self._inspector = self._source.observe(self)
         self._inspector.watching = True
         self._look_ahead()
-        self._write(self._start())
+        self._write(start)
 
     def stepped(self) -> None:
         """The run has made a step."""
-        step, counts, now = self._run.step, self._engine.counter.here(), time.perf_counter()
+        step, counts, now = self._run.step, self._source.counts(), time.perf_counter()
         spent = counts + -self._before
         if str(self._run.strategy) != self._strategy:
             self._swapped(step - 1)
@@ -74,7 +149,7 @@ class Meter:
                 "kind": "step",
                 "step": step,
                 "time": time.time(),
-                "seconds": now - self._time - (self._engine.paused_seconds - self._paused),
+                "seconds": now - self._time - (self._source.paused_seconds - self._paused),
                 "payload_bytes": spent.total.payload_bytes,
                 "wire_bytes": spent.total.wire_bytes,
                 "collectives": spent.total.collectives,
@@ -84,12 +159,14 @@ class Meter:
         )
         for sync in self._inspector.syncs:
             self._write({"kind": "sync", **{key: getattr(sync, key) for key in sync.__dataclass_fields__}})
+        for event in self._source.events():
+            self._write(event)
         if self._inspector.layers:
             self._write({"kind": "layers", "step": step, "layers": self._layers()})
             self._unseen -= self._inspector.layers.keys()
             self._inspector.layers.clear()
         self._look_ahead()
-        self._before, self._time, self._paused = counts, now, self._engine.paused_seconds
+        self._before, self._time, self._paused = counts, now, self._source.paused_seconds
 
     def ended(self, failure: str | None) -> None:
         """The run is over."""
@@ -129,22 +206,18 @@ class Meter:
     def _layer_bytes(self) -> dict[str, int]:
         """Worked out once for each strategy: a run may swap it."""
         if not self._bytes:
-            self._bytes = layer_bytes(self._run.strategy, self._engine.model, self._engine.replicas.world)
+            self._bytes = self._source.layer_bytes()
         return self._bytes
 
     def _start(self) -> dict[str, Any]:
-        run, engine = self._run, self._engine
         return {
             "kind": "start",
             "version": VERSION,
             "time": time.time(),
             "strategy": self._strategy,
-            "cycle": run.strategy.cycle or 1,
-            "rank": engine.group.rank,
-            "world": engine.group.world,
-            "shards": engine.ranks.shards,
-            "step": run.step,
-            "parameters": sum(parameter.numel() for parameter in engine.model.parameters()),
+            "cycle": self._run.strategy.cycle or 1,
+            "step": self._run.step,
+            **self._source.start(),
             "torch": torch.__version__,
             "host": platform.node(),
         }
@@ -225,5 +298,5 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _totals(stats: Stats) -> dict[str, Any]:
+def _totals(stats: Any) -> dict[str, Any]:
     return {key: getattr(stats, key) for key in stats.__dataclass_fields__}

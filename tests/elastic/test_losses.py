@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from laconic.report import meter_records
 from tests.elastic.crew import Crew, Lighthouse, assert_alike, at_version, crew, syncs
 from tests.elastic.training import HEARTBEAT_SECONDS
 
@@ -163,7 +164,7 @@ def test_workers_count_by_the_steps_that_they_bring_along(tmp_path: Path, lighth
 
 
 def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> None:
-    with crew(tmp_path, DILOCO, 10_000, lighthouse.start()) as workers:
+    with crew(tmp_path, DILOCO, 10_000, lighthouse.start(), record=True) as workers:
         workers.start("a", "b")
         workers.until(at_version(4))
         workers.start("c", "d")
@@ -175,6 +176,13 @@ def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> 
         assert assert_alike(workers.records()) > 6
         losses = [record["loss"] for record in syncs(workers.records()) if record["name"] == "a"]
         assert losses[-1] < losses[0]
+        (first, *_) = (record for record in meter_records.read(tmp_path / "records") if record.name == "a")
+        committed = [row for row in first.workers if row["dropped"] is None]
+        assert [name for row in committed for name in row["left"]] == ["b"]
+        assert {name for row in committed for name in row["joined"]} >= {"c", "d"}
+        assert sum(row["wire_bytes"] for row in first.steps) > 0
+        assert first.syncs
+        assert first.layers
 
 
 @pytest.mark.parametrize("first", [0, 1])

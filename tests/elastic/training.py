@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import laconic
 from laconic import elastic
 
 FEATURES, HIDDEN, BATCH = 16, 32, 32
@@ -36,6 +37,7 @@ class Job:
     late: str = "carry"
     min_replicas: int = 1
     ranks: int = 1  # of each worker
+    record: bool = False
 
 
 def model(width: int = HIDDEN, seed: int = 0) -> nn.Module:
@@ -105,6 +107,8 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
     ) as run:
         version, slow = run.version, Path(job.folder, f"{name}.slow")
         note(attached=True, version=version, step=run.step)
+        if job.record:
+            laconic.Meter(run, Path(job.folder, "records"), every=50)
         if version > 1:  # the sync by which it joined
             note(version=version, step=run.step, digest=digest(net), workers=list(run.stats().workers))
         while run.step < job.steps:

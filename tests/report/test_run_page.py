@@ -121,3 +121,34 @@ def test_what_is_not_known_is_not_shown(tmp_path: Path) -> None:
     assert "waiting took" not in page
     with pytest.raises(ValueError, match="no step has been recorded yet"):
         run_page.page([runs.RankRecord({**START, "rank": 0})])
+
+
+def worker(folder: Path, name: str, *rows: dict[str, Any]) -> None:
+    lines = [{**START, "rank": 0, "worker": name}, *rows]
+    (folder / f"worker-{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def took_part(step: int, version: int, **changed: Any) -> dict[str, Any]:
+    row = {"kind": "workers", "step": step, "time": time.time(), "version": version, "weights": {"a": 1.25, "b": 0.75}}
+    return {**row, "joined": [], "lost": [], "left": [], "dropped": None, **changed}
+
+
+def test_an_elastic_run_shows_who_is_there(tmp_path: Path) -> None:
+    mine = [
+        took_part(8, 2, weights={"a": 1.0}),
+        took_part(16, 3, joined=["b"]),
+        took_part(24, 3, weights={}, dropped="b is gone"),
+    ]
+    worker(tmp_path, "a", step(8, 0.1, 10, 0.0, 0.0), *mine, sync(8, norm=1.0))
+    worker(tmp_path, "b", step(16, 0.1, 10, 0.0, 0.0), took_part(16, 3, joined=["b"]))
+    screen = io.StringIO()
+    watch(tmp_path, Console(file=screen, width=160), once=True)
+    text = screen.getvalue()
+    assert "2 workers" in text
+    assert (
+        "there at step 16: a (weight 1.25), b (weight 0.75); since the start 1 joined, 0 lost, 0 left; 1 syncs dropped" in text
+    )
+    page = run_page.page(runs.read(tmp_path))
+    assert "Who took part" in page
+    found = run_page._workers(runs.read(tmp_path)[0])["data"]
+    assert [(trace["name"], trace["y"]) for trace in found] == [("a", [1.0, 1.25]), ("b", [None, 0.75]), ("dropped", [0])]

@@ -37,6 +37,7 @@ from laconic.comm.ledger import Ledger
 from laconic.elastic import healing
 from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership, MembershipError, Quorum
+from laconic.elastic.metering import Metering
 from laconic.elastic.progress import Progress
 from laconic.elastic.state import Elastic
 from laconic.ranks.agreement import differences, gather_texts
@@ -120,7 +121,8 @@ class ElasticRun:
         self._counted: dict[str, float] = {}
         self._norms: dict[str, float] = {}  # of each worker's residual, when the last sync began
         self._counts = dict.fromkeys(("syncs", "dropped", "healed", "joined", "lost", "left"), 0)
-        self._lost_norm = self._quorum_seconds = 0.0
+        self._lost_norm = 0.0
+        self._metering = Metering(parts.inspector, parts.ledger, self._about, parts.module, parts.strategy)
         self._doubt: dict[str, Tensor] | None = None  # parameters when a sync was dropped that others may have made
         self._leaving = self._told_to_leave = self._ended = False
         self._handler: Any = None
@@ -158,8 +160,22 @@ class ElasticRun:
             wire_bytes=total.wire_bytes,
             collectives=total.collectives,
             wait_seconds=self._ledger.wait_seconds,
-            quorum_seconds=self._quorum_seconds,
+            quorum_seconds=self._metering.quorum_seconds,
         )
+
+    def source(self) -> Metering:
+        """What `laconic.Meter(run, folder)` reads."""
+        return self._metering
+
+    def _about(self) -> dict[str, Any]:
+        place = f".{self._island.rank}" if self._island.rank else ""
+        return {
+            "worker": f"{self._membership.name}{place}",
+            "rank": self._island.rank,
+            "world": max(1, len(self._names)),
+            "shards": self._island.size,
+            "parameters": sum(parameter.numel() for parameter in self._parts.module.parameters()),
+        }
 
     def leave(self) -> None:
         """Take part in the next sync, hand over what error feedback still holds, and go. Raises SystemExit(0) after it.
@@ -170,6 +186,9 @@ class ElasticRun:
 
     def detach(self) -> None:
         """Go at once: the others go on without this worker after their lighthouse has missed its heartbeats."""
+        self._end(None)
+
+    def _end(self, failure: str | None) -> None:
         if self._ended:
             return
         self._ended = True
@@ -177,6 +196,7 @@ class ElasticRun:
         attached.difference_update(self._parts.optimizers)
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
+        self._metering.ended(failure)
         self._membership.leave()
 
     def __enter__(self) -> Self:
@@ -185,7 +205,7 @@ class ElasticRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.detach()
+        self._end(f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.leave()
@@ -220,6 +240,7 @@ class ElasticRun:
                 self._gone()
         elif self._parts.outstanding:
             self._try(lambda: self._exchange([]))
+        self._metering.stepped()
 
     def _try(self, act: Callable[[], None]) -> bool:
         """A sync that fails is dropped: training goes on, and the next one has what this one would have had."""
@@ -233,6 +254,7 @@ class ElasticRun:
 
     def _failed(self, error: CommunicationError) -> None:
         self._counts["dropped"] += 1
+        self._metering.dropped(self._clock.step, self._version, str(error))
         self._progress.undo(self._parts.undo())
         self._membership.failed()
 
@@ -302,7 +324,7 @@ class ElasticRun:
         try:
             quorum = self._membership.meet(self._version)
         finally:
-            self._quorum_seconds += time.perf_counter() - began
+            self._metering.quorum_seconds += time.perf_counter() - began
         if quorum.changed:
             self._progress.undo(self._parts.undo())
             self._compare(quorum)
@@ -437,14 +459,16 @@ class ElasticRun:
         self._membership.succeeded()
         before, now = set(self._names), set(quorum.names)
         leaving = {name for name, row in zip(quorum.names, rows, strict=True) if row.leaving}
-        if self._names:
-            self._counts["joined"] += len(now - before)
-            for name in sorted(now - before):
-                log.info("worker %s is there from step %d on", name, self._clock.step)
-            for name in sorted(before - now):
-                self._counts["lost"] += 1
-                self._lost_norm += self._norms.get(name, 0.0)
-                log.warning("worker %s was lost before step %d", name, self._clock.step)
+        joined, lost = sorted(now - before) if self._names else [], sorted(before - now)
+        self._counts["joined"] += len(joined)
+        self._counts["lost"] += len(lost)
+        self._lost_norm += sum(self._norms.get(name, 0.0) for name in lost)
+        if joined:
+            log.info("workers %s are there from step %d on", ", ".join(joined), self._clock.step)
+        if lost:
+            log.warning("workers %s were lost before step %d", ", ".join(lost), self._clock.step)
+        changes = {"joined": joined, "lost": lost, "left": sorted(leaving)}
+        self._metering.synced(self._clock.step, self._version, self._counted, changes)
         self._counts["left"] += len(leaving - {self._membership.name})
         self._names = tuple(name for name in quorum.names if name not in leaving)
         self._norms = {name: row.residual_norm for name, row in zip(quorum.names, rows, strict=True)}

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from laconic._torch.fsdp import reshard
 from laconic.comm.bucket import RESIDUAL
 from laconic.comm.flat_tensors import local, squared_norm
-from laconic.comm.inspection import Inspector
+from laconic.comm.inspection import Inspector, Sync
 from laconic.comm.ledger import Ledger
 from laconic.elastic.facts import check_facts
 from laconic.elastic.group import ElasticGroup
@@ -49,9 +49,9 @@ class Elastic:
     ) -> None:
         assert strategy.averaging is not None, "attach has checked it"
         self.strategy, self.optimizers, self.scaler = strategy, optimizers, scaler
-        self.ledger, self._control = Ledger(), Ledger()
+        self.ledger, self._control, self.inspector = Ledger(), Ledger(), Inspector()
         self._averaging: Averaging = strategy.averaging
-        self._module, self._group, self._island, self._sharded = module, group, island, sharded
+        self.module, self._group, self._island, self._sharded = module, group, island, sharded
         self._shared = [key for key, whose in memory_of(strategy).items() if whose == "shared"]
         everything = dict(module.named_parameters())
         trained = {name: p for name, p in everything.items() if p.requires_grad}
@@ -87,7 +87,7 @@ class Elastic:
             self._inner(),
             deltas.outer.needs_rate or any(schedule.follows_rate for schedule in self._averaging.route.schedules),
             self._moments.forget_bad,
-            Inspector(),
+            self.inspector,
             fused,
         )
         if self._island.group is not None:
@@ -157,11 +157,13 @@ class Elastic:
             self._end_period(step, max(present.rates, default=None))
 
     def _average(self, step: int, confirm: Callable[[], None]) -> None:
-        mine = ParameterAverager(self._parameters, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
-        buffers = self._exchange_buffers()
+        write = ParameterAverager(self._parameters, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
+        write_buffers = self._exchange_buffers()
         confirm()
-        mine()
-        buffers()
+        moved = write(measure=self.inspector.watching)
+        write_buffers()
+        if self.inspector.watching:
+            self.inspector.syncs.append(Sync(step, moved))
         self._end_period(step, None)
 
     def _confirm(self, arrived: Sequence[int], confirm: Callable[[], None]) -> None:
@@ -169,7 +171,7 @@ class Elastic:
         confirm()
         buffers()
 
-    def _exchange_buffers(self) -> Callable[[], None]:
+    def _exchange_buffers(self) -> Callable[[], object]:
         buffers = self._buffers()
         if not buffers or self._averaging.buffers != "average":
             return _nothing
@@ -183,12 +185,12 @@ class Elastic:
     def wrote(self) -> None:
         """This rank's part has been written: the other ranks of the island get it, too; all of them together."""
         if self._sharded:
-            reshard(self._module)
+            reshard(self.module)
         else:
             self._island.spread([{name: self._trained[name] for name in names} for names in self._dealt])
             if self._island.size > 1:
                 none: dict[str, Tensor] = {}
-                self._island.spread([dict(self._module.named_buffers()), *[none] * (self._island.size - 1)])
+                self._island.spread([dict(self.module.named_buffers()), *[none] * (self._island.size - 1)])
 
     def mark(self) -> None:
         """What has been exchanged by now stays exchanged."""
@@ -249,7 +251,7 @@ class Elastic:
 
     def _buffers(self) -> dict[str, Tensor]:
         """Those that this rank averages: of a whole model, the first rank of an island."""
-        return dict(self._module.named_buffers()) if self._sharded or self._island.rank == 0 else {}
+        return dict(self.module.named_buffers()) if self._sharded or self._island.rank == 0 else {}
 
     def _held(self) -> dict[str, Tensor]:
         """What this rank writes at a sync, by kind and name."""

@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from laconic.reducers.exact import Exact
 CHUNK_BYTES = 4 << 20
 Flats: TypeAlias = Sequence[tuple[Tensor, bool]]  # of each tensor its numbers, and whether they are a copy
 Means: TypeAlias = Iterable[tuple[Sequence[Tensor], Tensor]]  # chunk by chunk, its pieces and what they are to become
+
+
+class Write(Protocol):
+    """Writes what has arrived; with `measure`, how far this rank's tensors were from it: a norm, else 0."""
+
+    def __call__(self, *, measure: bool = False) -> float: ...
 
 
 class ParameterAverager:
@@ -48,17 +54,17 @@ class ParameterAverager:
         return math.sqrt(moved) if measure else None
 
     @torch.no_grad()
-    def exchange(self, group: Group, *, weight: float = 1.0) -> Callable[[], None]:
+    def exchange(self, group: Group, *, weight: float = 1.0) -> "Write":
         """The same in two: everything is exchanged now, and nothing is written before what is returned is called.
 
-        A rank counts as much as its `weight` in the mean; those of all ranks are 1 on average.
+        A rank counts as much as its `weight` in the mean; those of all ranks are 1 on average. Integers have no weights.
         """
         flats, means = self._exchanged(group, mean, weight)
         arrived = list(means)
 
         @torch.no_grad()
-        def write() -> None:
-            self._write(flats, arrived, measure=False)
+        def write(*, measure: bool = False) -> float:
+            return math.sqrt(self._write(flats, arrived, measure))
 
         return write
 

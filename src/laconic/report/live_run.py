@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from laconic.report.meter_records import RankRecord, read, worst
+from laconic.report.meter_records import RankRecord, files_of, read, worst
 from laconic.report.terminal import human
 
 RECENT_STEPS, SILENT_SECONDS = 50, 15
@@ -20,7 +20,7 @@ def watch(folder: Path, console: Console, *, once: bool = False) -> None:
     if once:
         console.print(picture(read(folder)))
         return
-    if not any(folder.glob("rank-*.jsonl")):
+    if not files_of(folder):
         # Not in the live picture: that is shown in a terminal alone, and a name that is misspelt would be waited for unseen.
         what = "is empty of records" if folder.is_dir() else "does not exist yet"
         console.print(
@@ -32,7 +32,7 @@ def watch(folder: Path, console: Console, *, once: bool = False) -> None:
         )
     with Live(console=console, refresh_per_second=4) as live:
         while True:
-            if any(folder.glob("rank-*.jsonl")):
+            if files_of(folder):
                 records = read(folder)
                 live.update(picture(records))
                 if records and all(record.end is not None for record in records):
@@ -44,14 +44,18 @@ def picture(records: list[RankRecord]) -> Group:
     """A line a rank, the last sync, and the layers that lose most."""
     if not records:
         return Group(Text("the run has just begun"))
-    first = records[0]
-    title = f"{first.strategy}, {first.start['world']} ranks, {first.start['parameters']:,} parameters"
+    elastic = [record for record in records if "worker" in record.start]
+    first = max(records, key=lambda record: len(record.syncs)) if elastic else records[0]
+    who = f"{len(elastic)} workers" if elastic else f"{first.start['world']} ranks"
+    title = f"{first.strategy}, {who}, {first.start['parameters']:,} parameters"
     table = Table(title=escape(title))
-    for place, name in enumerate(("rank", "step", "steps/s", "bytes/step", "waiting", "encoding", "state")):
+    for place, name in enumerate(
+        ("worker" if elastic else "rank", "step", "steps/s", "bytes/step", "waiting", "encoding", "state")
+    ):
         table.add_column(name, justify="right" if 0 < place < 6 else "left")
     for record in records:
         table.add_row(*_cells(record))
-    lines = [Text(line, style="dim") for line in (_sync(first), _layers(first)) if line]
+    lines = [Text(line, style="dim") for line in (_workers(elastic), _sync(first), _layers(first)) if line]
     return Group(table, *lines)
 
 
@@ -59,10 +63,10 @@ def _cells(record: RankRecord) -> list[str]:
     last = record.recent(RECENT_STEPS)
     seconds = record.mean("seconds", last)
     if seconds is None:
-        return [str(record.rank), str(record.start["step"]), "", "", "", "", _state(record)]
+        return [record.name, str(record.start["step"]), "", "", "", "", _state(record)]
     sent, waited, worked = (record.mean(key, last) for key in ("wire_bytes", "wait_seconds", "work_seconds"))
     return [
-        str(record.rank),
+        record.name,
         str(record.steps[-1]["step"]),
         f"{1 / seconds:.1f}",
         human(sent),
@@ -89,6 +93,21 @@ def _sync(record: RankRecord) -> str:
         f"{key.replace('_', ' ')} {last[key]:.3g}" for key in ("norm", "mean_norm", "cosine", "drift") if last[key] is not None
     ]
     return f"last sync, step {last['step']}: {', '.join(parts)}"
+
+
+def _workers(records: list[RankRecord]) -> str:
+    """Who took part in the newest sync, how much each counted, and what has become of the others."""
+    rows = sorted((row for record in records for row in record.workers), key=lambda row: float(row["time"]))
+    made = [row for row in rows if row["dropped"] is None]
+    if not made:
+        return ""
+    last = made[-1]
+    there = ", ".join(f"{name} (weight {weight:.2f})" for name, weight in sorted(last["weights"].items()))
+    by_version = {row["version"]: row for row in made}.values()  # each worker has a row of it
+    counts = {what: sum(len(row[what]) for row in by_version) for what in ("joined", "lost", "left")}
+    dropped = max(sum(row["dropped"] is not None for row in record.workers) for record in records)
+    changes = ", ".join(f"{number} {what}" for what, number in counts.items())
+    return f"there at step {last['step']}: {there or 'one worker'}; since the start {changes}; {dropped} syncs dropped"
 
 
 def _layers(record: RankRecord) -> str:

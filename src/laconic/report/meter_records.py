@@ -1,4 +1,4 @@
-"""What a meter writes down: rank-R.jsonl, version 1."""
+"""What a meter writes down: rank-R.jsonl, or worker-NAME.jsonl of an elastic run; version 1."""
 
 import json
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ class RankRecord:
     steps: list[dict[str, Any]] = field(default_factory=list)
     syncs: list[dict[str, Any]] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)
+    workers: list[dict[str, Any]] = field(default_factory=list)  # a row a sync: who took part
     end: dict[str, Any] | None = None
     starts: int = 1  # more than one: it was started again, and went on
     world: int = 1  # ranks, as of the last start
@@ -31,6 +32,16 @@ class RankRecord:
     @property
     def rank(self) -> int:
         return int(self.start["rank"])
+
+    @property
+    def name(self) -> str:
+        """What a person calls it: a rank's number, or a worker's name."""
+        return str(self.start.get("worker", self.rank))
+
+    @property
+    def label(self) -> str:
+        """The same in a sentence: "rank 3", or "worker a"."""
+        return f"{'worker' if 'worker' in self.start else 'rank'} {self.name}"
 
     def goes_by(self, row: Mapping[str, Any]) -> None:
         """From here on, as a start or a swap says."""
@@ -62,12 +73,20 @@ class RankRecord:
 
 def read(folder: Path) -> list[RankRecord]:
     """All ranks of a run, also of one that is still going; or an error that says what is there instead."""
-    files = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank-")))
+    files = files_of(folder)
     if not files:
         raise ValueError(f"{folder} has no rank-0.jsonl; is it the folder that a run is recorded in?")
     records = [record for file in files if (record := _rank(file)) is not None]
+    if any("worker" in record.start for record in records):  # who was here once, and may be again
+        return records
     # A run on more ranks may have been recorded here before, or this one itself before it went on with fewer.
     return [record for record in records if record.rank < records[0].world]
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Where they are; none: nobody has written yet."""
+    ranks = sorted(folder.glob("rank-*.jsonl"), key=lambda file: int(file.stem.removeprefix("rank-")))
+    return sorted(folder.glob("worker-*.jsonl")) or ranks
 
 
 def worst(record: RankRecord, count: int) -> list[tuple[str, float | None]]:
@@ -104,5 +123,6 @@ def _rank(file: Path) -> RankRecord | None:
         elif kind == "swap":
             record.goes_by(row)
         else:
-            {"step": record.steps, "sync": record.syncs, "layers": record.layers}[kind].append(row)
+            rows = {"step": record.steps, "sync": record.syncs, "layers": record.layers, "workers": record.workers}
+            rows[kind].append(row)
     return record

@@ -38,13 +38,16 @@ def page(records: list[RankRecord]) -> str:
         "Step by step": _lines(going, "milliseconds", "step", _step_ms),
         "Where the time goes": _timeline(going),
     }
+    longest = max(going, key=lambda record: len(record.workers))
+    if longest.workers:
+        charts["Who took part"] = _workers(longest)
     if first.syncs:
         charts["Between replicas"] = _syncs(first)
     if first.layers:
         charts["What compression loses"] = _layers(first)
     note = (
         "A click on a name in a legend switches it off and on; waiting is drawn pale, at the end of its step. Between "
-        f"replicas: of rank {first.rank}. What compression loses: ||x - sent|| / ||x||, in the last look; "
+        f"replicas: of {first.label}. What compression loses: ||x - sent|| / ||x||, in the last look; "
         f"the {MOST_LAYERS} largest."
     )
     grounds = f"{first.start['parameters']:,} parameters, torch {first.start['torch']}, on {first.start['host']}."
@@ -65,7 +68,7 @@ def _lead(records: list[RankRecord]) -> str:
 def _cells(record: RankRecord) -> list[str]:
     shares = [_share(record, key) for key in ("wait_seconds", "work_seconds")]
     return [
-        str(record.rank),
+        record.name,
         str(len(record.steps)),
         f"{(record.mean('seconds') or 0) * 1e3:.1f} ms",
         human(record.mean("wire_bytes")),
@@ -80,7 +83,7 @@ def _share(record: RankRecord, key: str) -> float | None:
 
 
 def _named(record: RankRecord) -> dict[str, Any]:
-    return {"name": f"rank {record.rank}", "legendgroup": f"rank {record.rank}"}
+    return {"name": record.label, "legendgroup": record.label}
 
 
 def _colour(place: int) -> str:
@@ -138,7 +141,7 @@ def _timeline(records: list[RankRecord]) -> Figure:
                     "orientation": "h",
                     "base": [begin for begin, _ in found],
                     "x": [length for _, length in found],
-                    "y": [f"rank {record.rank}"] * len(found),
+                    "y": [record.label] * len(found),
                     "marker": {"color": _colour(place), "opacity": 1.0 if part == "computing" else 0.25},
                     "showlegend": part == "computing",
                     "hovertemplate": f"{part} %{{x:.3f}} s<extra></extra>",
@@ -165,6 +168,30 @@ def _syncs(record: RankRecord) -> Figure:
         if any(row[key] is not None for row in record.syncs)
     ]
     return {"data": traces, "layout": layout(xaxis=_axis("step"), yaxis={"automargin": True})}
+
+
+def _workers(record: RankRecord) -> Figure:
+    """How much each worker counted in the syncs that this one knows of; a gap: it was not there."""
+    rows = [row for row in record.workers if row["dropped"] is None]
+    names = sorted({name for row in rows for name in row["weights"]})
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": html.escape(name),
+            "x": [row["step"] for row in rows],
+            "y": [row["weights"].get(name) for row in rows],
+            "line": {"color": _colour(place)},
+        }
+        for place, name in enumerate(names)
+    ]
+    lost = [row["step"] for row in record.workers if row["dropped"] is not None]
+    if lost:
+        marks = {"symbol": "x", "color": "#222222"}
+        traces.append(
+            {"type": "scatter", "mode": "markers", "name": "dropped", "x": lost, "y": [0] * len(lost), "marker": marks}
+        )
+    return {"data": traces, "layout": layout(xaxis=_axis("step"), yaxis=_axis("weight in the mean"))}
 
 
 def _layers(record: RankRecord) -> Figure:
