@@ -72,9 +72,24 @@ def of_two_ranks(rank: int, strategy: str, address: str) -> tuple[str, float]:
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     with elastic.attach(ddp, optimizer, strategy, manager(address, f"worker-{rank}")) as run:
         loop(ddp, optimizer, rank // 2)
-        stats = run.stats()
+        stats, found = run.stats(), digest(ddp.module)
+        loop(ddp, optimizer, rank // 2, steps=1)
+        _check_consensus(run, ddp.module, found)
     assert stats.workers == ("worker-0", "worker-2")
-    return digest(ddp.module), stats.payload_bytes
+    return found, stats.payload_bytes
+
+
+def _check_consensus(run: elastic.ElasticRun, net: nn.Module, at_sync: str) -> None:
+    """It is the model of the last sync, lent; all ranks of a worker together."""
+    apart = digest(net)
+    if not str(run.strategy).startswith("local_sgd"):
+        with run.consensus():
+            assert "streaming" in str(run.strategy) or digest(net) == at_sync
+            assert digest(net) != apart
+    else:
+        with pytest.raises(RuntimeError, match="keeps no model of the last sync"), run.consensus():
+            raise AssertionError("it has none")
+    assert digest(net) == apart
 
 
 def ddp_islands(rank: int, addresses: list[str]) -> list[tuple[str, float, str, float]]:

@@ -164,7 +164,9 @@ def test_workers_count_by_the_steps_that_they_bring_along(tmp_path: Path, lighth
 
 
 def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> None:
-    with crew(tmp_path, DILOCO, 10_000, lighthouse.start(), record=True) as workers:
+    """A worker that joins decodes by the factors that the others have warmed up, or it would differ from them."""
+    strategy = f"diloco(period={PERIOD}, reducer=ErrorFeedback(AlternatingPowerSGD(2)))"
+    with crew(tmp_path, strategy, 10_000, lighthouse.start(), record=True) as workers:
         workers.start("a", "b")
         workers.until(at_version(4))
         workers.start("c", "d")
@@ -174,7 +176,7 @@ def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> 
         workers.until(lambda found: any(record["workers"] == ["a", "c", "d"] for record in syncs(found)))
         grown(workers, 3, "a", "c", "d")
         assert assert_alike(workers.records()) > 6
-        losses = [record["loss"] for record in syncs(workers.records()) if record["name"] == "a"]
+        losses = [record["loss"] for record in syncs(workers.records()) if record["name"] == "a" and "loss" in record]
         assert losses[-1] < losses[0]
         (first, *_) = (record for record in meter_records.read(tmp_path / "records") if record.name == "a")
         committed = [row for row in first.workers if row["dropped"] is None]

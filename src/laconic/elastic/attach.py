@@ -13,8 +13,9 @@ from laconic._torch.process_groups import default_group
 from laconic.comm.flat_tensors import local, stored
 from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership
-from laconic.elastic.run import ElasticRun, Late, Options, Weights
-from laconic.elastic.state import Elastic
+from laconic.elastic.parts import Parts
+from laconic.elastic.run import ElasticRun
+from laconic.elastic.sync import Late, Options, Weights
 from laconic.kernels.compiling import CompilerError, prepare
 from laconic.ranks.agreement import agree
 from laconic.run.arguments import Place, attached, check_route, unwrapped
@@ -76,7 +77,7 @@ def attach(
         raise problem
     membership = manager or Membership()
     membership.open(island, given.device)
-    parts = Elastic(
+    parts = Parts(
         given.strategy, given.module, given.optimizers, scaler, membership.group, island, sharded=given.sharded, fused=compiled
     )
     attached.update(given.optimizers)

@@ -1,367 +1,119 @@
-"""What a worker averages between steps, and what another one needs to go on from there."""
+"""Where a run is: what a worker that joins, or has missed a sync, needs of one that has not, and how it goes on from there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from laconic._torch.fsdp import reshard
-from laconic.comm.bucket import RESIDUAL
-from laconic.comm.flat_tensors import local, squared_norm
-from laconic.comm.inspection import Inspector, Sync
-from laconic.comm.ledger import Ledger
+from laconic.comm.flat_tensors import local
 from laconic.elastic.facts import check_facts
-from laconic.elastic.group import ElasticGroup
 from laconic.elastic.healing import HealingError, Looks, State
-from laconic.elastic.island import Island
-from laconic.local.agenda import Agenda
-from laconic.local.anchors import InnerGroups
+from laconic.elastic.parts import FLOATS, Parts
 from laconic.local.delta_averaging import DeltaAverager
-from laconic.local.fragments import fragments
-from laconic.local.moments import Moments
-from laconic.local.parameter_averaging import ParameterAverager
-from laconic.run.state import memory_of
-from laconic.strategies.strategy import Averaging, Strategy
-
-FLOATS = (torch.float32, torch.float64)
 
 
-class Elastic:
-    """A strategy's parts over one model: what is due, what is exchanged, what a peer is sent.
+def state_of(parts: Parts, step: int, *, first: bool) -> State:
+    """Everything that a worker needs to go on from here, but for what is this one's own: moments and residuals.
 
-    Averaging is that of a run without torchft, piece by piece (`laconic.local`); what is added here is that everything is
-    exchanged before anything is written.
+    With `first`, for a worker that has just come: with what is not trained.
     """
+    held = {**parts.held(), **(parts.untrained() if first else {})}
+    # Where deltas are sent, parameters begin at their anchors.
+    tensors = {name: one for name, one in held.items() if parts.deltas is None or not name.startswith("parameter/")}
+    facts: dict[str, Any] = {"step": step, "last": parts.agenda.last, "rate": parts.agenda.rate}
+    if parts.deltas is not None:
+        plain = parts.deltas.state()
+        tensors |= {f"anchor/{name}": anchor for name, anchor in plain["anchors"].items()}
+        memory = [(name, key, value) for name, known in plain["outer"].items() for key, value in known.items()]
+        tensors |= {f"outer/{name}/{key}": value for name, key, value in memory if isinstance(value, Tensor)}
+        numbers = [[name, key, value] for name, key, value in memory if not isinstance(value, Tensor)]
+        for name, slot in parts.deltas.memory.items():  # that all workers have alike, such as PowerSGD's factors
+            tensors |= {f"memory/{name}/{key}": slot[key] for key in parts.shared if key in slot}
+        kept = {key: plain[key] for key in ("exchanges", "norms", "skipped")}
+        facts["deltas"] = {**kept, "outer_groups": _plain(plain["outer_groups"]), "outer": numbers}
+    return State(facts, tensors)
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        group: ElasticGroup,
-        island: Island,
-        *,
-        sharded: bool,
-        fused: bool = False,
-    ) -> None:
-        assert strategy.averaging is not None, "attach has checked it"
-        self.strategy, self.optimizers, self.scaler = strategy, optimizers, scaler
-        self.ledger, self._control, self.inspector = Ledger(), Ledger(), Inspector()
-        self._averaging: Averaging = strategy.averaging
-        self.module, self._group, self._island, self._sharded = module, group, island, sharded
-        self._shared = [key for key, whose in memory_of(strategy).items() if whose == "shared"]
-        everything = dict(module.named_parameters())
-        trained = {name: p for name, p in everything.items() if p.requires_grad}
-        self._frozen = {name: p for name, p in everything.items() if not p.requires_grad}
-        self.device = next(iter(trained.values())).device
-        self._control_device = torch.device("cpu") if self.device.type == "cpu" else self.device
-        # Of a sharded model, each rank of an island has a part of every parameter; of a whole one, some of the parameters.
-        whole = [list(trained)] * island.size
-        self._dealt = whole if sharded else island.deal({name: p.numel() for name, p in trained.items()})
-        self._parameters = {name: trained[name] for name in self._dealt[island.rank]}
-        self._trained = trained
-        self._agenda = Agenda(self._averaging)
-        self._moments = Moments(optimizers, trained, self.ledger, self._control, self._control_device)
-        self._deltas = self._new_deltas(fused) if self._averaging.deltas else None
-        self._weights: Mapping[int, float] = {}
-        self._residual_world = 0  # of how many workers' mean the residuals are a part
-        self._mark = self._deltas.mark() if self._deltas else None
 
-    def _new_deltas(self, fused: bool) -> DeltaAverager:
-        deltas = self._averaging.deltas
-        assert deltas is not None
-        parts = fragments(self._trained, deltas.fragments, deltas.order)
-        made = DeltaAverager(
-            self._parameters,
-            [[name for name in part if name in self._parameters] for part in parts],
-            deltas,
-            self._group,
-            self._group,
-            self._island.group,
-            self.ledger,
-            self._control,
-            self._control_device,
-            self._inner(),
-            deltas.outer.needs_rate or any(schedule.follows_rate for schedule in self._averaging.route.schedules),
-            self._moments.forget_bad,
-            self.inspector,
-            fused,
-        )
-        if self._island.group is not None:
-            made.replica_squares = self._island.sums
-        made.restart()
-        return made
+def looks_of(parts: Parts) -> Callable[[str], Looks | None]:
+    """What a tensor of a name in a peer's state must look like; None: there is no such tensor."""
+    held = {**parts.held(), **parts.untrained()}
+    anchors = parts.deltas.anchors.by_name if parts.deltas else {}
 
-    def _inner(self) -> InnerGroups:
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        found: list[tuple[list[str], Callable[[], float]]] = []
-        for optimizer in self.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                mine = [names.pop(id(p)) for p in group["params"] if id(p) in names]
-                if mine:
-                    found.append((mine, lambda o=optimizer, n=number: float(o.param_groups[n]["lr"])))  # type: ignore[misc]
-        if names:
-            found.append((list(names.values()), lambda: 0.0))
-        return found
-
-    def facts(self) -> list[str]:
-        """What all workers must have alike."""
-        held = {**self._held(), **self._untrained()}
-        looks = [f"{name.replace('/', ' ', 1)} of shape {tuple(one.shape)}, {one.dtype}" for name, one in held.items()]
-        return [f"strategy {self.strategy}", f"island of {self._island.size} ranks", *looks]
-
-    # What is due
-
-    @property
-    def fragments(self) -> int:
-        """How many there are; 1 where parameters are averaged."""
-        return len(self._deltas.fragments) if self._deltas else 1
-
-    @property
-    def outstanding(self) -> bool:
-        """Whether deltas are on their way while training goes on."""
-        return self._deltas is not None and self._deltas.outstanding
-
-    def departures(self, step: int) -> list[int]:
-        """What leaves after `step` steps."""
-        if self._deltas is not None:
-            return self._agenda.departures(step)
-        return [0] if step > 0 and self._agenda.scope(step) is not None else []
-
-    def drift(self) -> None:
-        """A step has been made."""
-        if self._deltas is not None:
-            self._deltas.drift()
-
-    # One exchange
-
-    def weigh(self, weights: Mapping[int, float]) -> None:
-        """How much this worker counts in the next exchanges, by fragment."""
-        self._weights = weights
-
-    @torch.no_grad()
-    def exchange(self, step: int, due: Sequence[int], confirm: Callable[[], None]) -> None:
-        """Send what is due and complete what is outstanding; `confirm` is called before anything is written, and may raise."""
-        if self._deltas is None:
-            if due:
-                self._average(step, confirm)
-            return
-        self._deltas.weights = self._weights
-        self._deltas.confirm = lambda fragments: self._confirm(fragments, confirm)
-        arrived = self._deltas.advance(step, due)
-        present = arrived.get(self._agenda.last_fragment)
-        if present is not None:
-            self._end_period(step, max(present.rates, default=None))
-
-    def _average(self, step: int, confirm: Callable[[], None]) -> None:
-        write = ParameterAverager(self._parameters, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
-        write_buffers = self._exchange_buffers()
-        confirm()
-        moved = write(measure=self.inspector.watching)
-        write_buffers()
-        if self.inspector.watching:
-            self.inspector.syncs.append(Sync(step, moved))
-        self._end_period(step, None)
-
-    def _confirm(self, arrived: Sequence[int], confirm: Callable[[], None]) -> None:
-        buffers = self._exchange_buffers() if self._agenda.last_fragment in arrived else _nothing
-        confirm()
-        buffers()
-
-    def _exchange_buffers(self) -> Callable[[], object]:
-        buffers = self._buffers()
-        if not buffers or self._averaging.buffers != "average":
-            return _nothing
-        return ParameterAverager(buffers, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
-
-    def _end_period(self, step: int, rate: float | None) -> None:
-        self._agenda.synced(step, rate)
-        assert isinstance(self._averaging.moments, str), "attach has checked it"
-        self._moments.treat(self._averaging.moments, self._group)
-
-    def wrote(self) -> None:
-        """This rank's part has been written: the other ranks of the island get it, too; all of them together."""
-        if self._sharded:
-            reshard(self.module)
-        else:
-            self._island.spread([{name: self._trained[name] for name in names} for names in self._dealt])
-            if self._island.size > 1:
-                none: dict[str, Tensor] = {}
-                self._island.spread([dict(self.module.named_buffers()), *[none] * (self._island.size - 1)])
-
-    def mark(self) -> None:
-        """What has been exchanged by now stays exchanged."""
-        self._mark = self._deltas.mark() if self._deltas else None
-
-    def undo(self) -> list[int]:
-        """What was exchanged since came to nothing, for all workers; fragments whose deltas were outstanding."""
-        return self._deltas.undo(self._mark) if self._deltas and self._mark else []
-
-    # Residuals
-
-    def residuals(self) -> dict[str, Tensor]:
-        """What error feedback holds, by parameter."""
-        memory = self._deltas.memory if self._deltas else {}
-        return {f"residual/{name}": slot[RESIDUAL] for name, slot in memory.items() if RESIDUAL in slot}
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether the strategy keeps any; the same on all workers."""
-        deltas = self._averaging.deltas
-        return deltas is not None and RESIDUAL in deltas.reducer.all_memory()
-
-    def residual_square(self) -> float:
-        """The square of the norm of all of them that this rank has."""
-        return squared_norm(self.residuals().values()) if self.has_residuals else 0.0
-
-    @torch.no_grad()
-    def share_residuals(self, world: int) -> None:
-        """The mean is over so many workers from now on: what residuals add to it stays what it was.
-
-        A residual e of one of N workers is e / N of the mean that the model has not received yet.
-        """
-        if self._residual_world not in (0, world):
-            for residual in self.residuals().values():
-                residual.mul_(world / self._residual_world)
-        self._residual_world = world
-
-    def forget_residuals(self) -> None:
-        """They are of a state that is no more."""
-        for residual in self.residuals().values():
-            residual.zero_()
-
-    @torch.no_grad()
-    def inherit(self, residuals: Mapping[str, Tensor]) -> None:
-        """Those of a worker that leaves are added to this one's."""
-        assert self._deltas is not None
-        for name, residual in residuals.items():
-            slot = self._deltas.memory[name.removeprefix("residual/")]
-            held = slot.get(RESIDUAL)
-            slot[RESIDUAL] = residual.clone() if held is None else held.add_(residual.to(held.device, held.dtype))
-
-    def residual_looks(self, name: str) -> Looks | None:
-        """What a residual of that name must look like."""
-        anchor = self._deltas.anchors.by_name.get(name.removeprefix("residual/")) if self._deltas else None
-        return None if anchor is None else ((*FLOATS, torch.bfloat16), [list(anchor.shape)])
-
-    # A peer's state
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Those that this rank averages: of a whole model, the first rank of an island."""
-        return dict(self.module.named_buffers()) if self._sharded or self._island.rank == 0 else {}
-
-    def _held(self) -> dict[str, Tensor]:
-        """What this rank writes at a sync, by kind and name."""
-        parameters = {f"parameter/{name}": local(parameter) for name, parameter in self._parameters.items()}
-        return {**parameters, **{f"buffer/{name}": buffer for name, buffer in self._buffers().items()}}
-
-    def _untrained(self) -> dict[str, Tensor]:
-        """What nobody trains: a worker that joins may have been built with other numbers."""
-        return {f"frozen/{name}": local(parameter) for name, parameter in self._frozen.items()}
-
-    def state(self, step: int, *, first: bool) -> State:
-        """Everything that a worker needs to go on from here, but for what is this one's own: moments and residuals.
-
-        With `first`, for a worker that has just come: with what is not trained.
-        """
-        parts = {**self._held(), **(self._untrained() if first else {})}
-        # Where deltas are sent, parameters begin at their anchors.
-        tensors = {name: one for name, one in parts.items() if self._deltas is None or not name.startswith("parameter/")}
-        facts: dict[str, Any] = {"step": step, "last": self._agenda.last, "rate": self._agenda.rate}
-        if self._deltas is not None:
-            plain = self._deltas.state()
-            tensors |= {f"anchor/{name}": anchor for name, anchor in plain["anchors"].items()}
-            memory = [(name, key, value) for name, known in plain["outer"].items() for key, value in known.items()]
-            tensors |= {f"outer/{name}/{key}": value for name, key, value in memory if isinstance(value, Tensor)}
-            numbers = [[name, key, value] for name, key, value in memory if not isinstance(value, Tensor)]
-            for name, slot in self._deltas.memory.items():  # that all workers have alike, such as PowerSGD's factors
-                tensors |= {f"memory/{name}/{key}": slot[key] for key in self._shared if key in slot}
-            kept = {key: plain[key] for key in ("exchanges", "norms", "skipped")}
-            facts["deltas"] = {**kept, "outer_groups": _plain(plain["outer_groups"]), "outer": numbers}
-        return State(facts, tensors)
-
-    def looks_of(self, name: str) -> Looks | None:
-        """What a tensor of that name in a peer's state must look like; None: there is no such tensor."""
-        found = {**self._held(), **self._untrained()}.get(name)
-        if found is not None:
-            return (found.dtype,), [list(found.shape)]
+    def looks(name: str) -> Looks | None:
+        if name in held:
+            return (held[name].dtype,), [list(held[name].shape)]
         kind, _, rest = name.partition("/")
-        known = self._deltas.anchors.by_name if self._deltas else {}
-        if kind == "anchor" and rest in known:
-            return (known[rest].dtype,), [list(known[rest].shape)]
+        if kind == "anchor" and rest in anchors:
+            return (anchors[rest].dtype,), [list(anchors[rest].shape)]
         owner, _, key = rest.rpartition("/")
-        if kind == "outer" and owner in known:
-            return FLOATS, [list(known[owner].shape), []]
-        if kind == "memory" and owner in known and key in self._shared:
+        if kind == "outer" and owner in anchors:
+            return FLOATS, [list(anchors[owner].shape), []]
+        if kind == "memory" and owner in anchors and key in parts.shared:
             return FLOATS, None  # of any shape: a reducer's own matter
         return None
 
-    def check(self, state: State, *, first: bool) -> None:
-        """Refuse what can't be adopted; nothing has been written then."""
-        needed = [*self._needed(), *(self._untrained() if first else [])]
-        lacking = [name for name in needed if name not in state.tensors]
-        if lacking:
-            raise HealingError(f"a peer's state lacks {', '.join(lacking[:3])}; nothing of it is taken")
-        mine = self._deltas.state() if self._deltas is not None else None
-        check_facts(state.facts, mine and {**mine, "outer_groups": _plain(mine["outer_groups"])})
+    return looks
 
-    @torch.no_grad()
-    def adopt(self, state: State, *, carry: bool, sent: Mapping[str, Tensor] | None) -> int:
-        """Go on from a peer's state, which has been checked; with `carry`, what this worker has learnt since is added.
 
-        `sent` are the parameters at a sync that the others have committed: what was learnt before it is in their state.
-        Returns the step.
-        """
-        facts = state.facts
-        learnt: dict[str, Tensor] = {}
-        if carry and self._deltas is not None:
-            before = sent or self._deltas.anchors.by_name
-            learnt = {name: local(p) - before[name].to(p.device) for name, p in self._parameters.items()}
-        self._agenda.synced(facts["last"], facts.get("rate"))
-        for name, tensor in {**self._held(), **self._untrained()}.items():
-            if name in state.tensors:
-                tensor.copy_(state.tensors[name])
-        if self._deltas is not None:
-            self._deltas.load(self._loaded(self._deltas, facts["deltas"], state.tensors), facts["step"])
-            for name, parameter in self._parameters.items():
-                there = self._deltas.anchors[name].to(parameter.device)
-                local(parameter).copy_(there if name not in learnt else there + learnt[name])
-        step: int = facts["step"]
-        return step
+def check(parts: Parts, state: State, *, first: bool) -> None:
+    """Refuse what can't be adopted; nothing has been written then."""
+    needed = [*_needed(parts), *(parts.untrained() if first else [])]
+    lacking = [name for name in needed if name not in state.tensors]
+    if lacking:
+        raise HealingError(f"a peer's state lacks {', '.join(lacking[:3])}; nothing of it is taken")
+    mine = parts.deltas.state() if parts.deltas is not None else None
+    check_facts(state.facts, mine and {**mine, "outer_groups": _plain(mine["outer_groups"])})
 
-    def _needed(self) -> list[str]:
-        """What no peer's state may lack."""
-        if self._deltas is None:
-            return list(self._held())
-        return [*(name for name in self._held() if name.startswith("buffer/")), *map("anchor/{}".format, self._parameters)]
 
-    def _loaded(self, deltas: DeltaAverager, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state of a `DeltaAverager`, out of a peer's and of what is this worker's own."""
-        outer: dict[str, dict[str, Any]] = {name: {} for name in deltas.anchors.by_name}
-        memory = {name: {k: v for k, v in slot.items() if k not in self._shared} for name, slot in deltas.memory.items()}
-        for place, tensor in tensors.items():
-            kind, _, rest = place.partition("/")
-            name, _, key = rest.rpartition("/")
-            if kind in ("outer", "memory"):
-                (outer if kind == "outer" else memory)[name][key] = tensor
-        for name, key, value in facts["outer"]:
-            outer[name][key] = value
-        anchors = {name: tensors[f"anchor/{name}"] for name in deltas.anchors.by_name}
-        kept = {key: facts[key] for key in ("exchanges", "norms", "skipped", "outer_groups")}
-        return {**kept, "anchors": anchors, "outer": outer, "memory": memory, "clean": [], "outstanding": []}
+@torch.no_grad()
+def adopt(parts: Parts, state: State, *, carry: bool, sent: Mapping[str, Tensor] | None) -> int:
+    """Go on from a peer's state, which has been checked; with `carry`, what this worker has learnt since is added.
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """The parameters as they are now; nothing where they are averaged themselves, and no delta is known."""
-        return {name: local(p).clone() for name, p in self._parameters.items()} if self._deltas else {}
+    `sent` are the parameters at a sync that the others have committed: what was learnt before it is in their state.
+    Returns the step.
+    """
+    facts = state.facts
+    learnt: dict[str, Tensor] = {}
+    if carry and parts.deltas is not None:
+        before = sent or parts.deltas.anchors.by_name
+        learnt = {name: local(p) - before[name].to(p.device) for name, p in parts.parameters.items()}
+    parts.agenda.synced(facts["last"], facts.get("rate"))
+    for name, tensor in {**parts.held(), **parts.untrained()}.items():
+        if name in state.tensors:
+            tensor.copy_(state.tensors[name])
+    if parts.deltas is not None:
+        parts.deltas.load(_loaded(parts, parts.deltas, facts["deltas"], state.tensors), facts["step"])
+        for name, parameter in parts.parameters.items():
+            there = parts.deltas.anchors[name].to(parameter.device)
+            local(parameter).copy_(there if name not in learnt else there + learnt[name])
+    step: int = facts["step"]
+    return step
+
+
+def _needed(parts: Parts) -> list[str]:
+    """What no peer's state may lack."""
+    if parts.deltas is None:
+        return list(parts.held())
+    return [*(name for name in parts.held() if name.startswith("buffer/")), *map("anchor/{}".format, parts.parameters)]
+
+
+def _loaded(parts: Parts, deltas: DeltaAverager, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state of a `DeltaAverager`, out of a peer's and of what is this worker's own."""
+    outer: dict[str, dict[str, Any]] = {name: {} for name in deltas.anchors.by_name}
+    memory = {name: {k: v for k, v in slot.items() if k not in parts.shared} for name, slot in deltas.memory.items()}
+    for place, tensor in tensors.items():
+        kind, _, rest = place.partition("/")
+        name, _, key = rest.rpartition("/")
+        if kind in ("outer", "memory"):
+            (outer if kind == "outer" else memory)[name][key] = tensor
+    for name, key, value in facts["outer"]:
+        outer[name][key] = value
+    anchors = {name: tensors[f"anchor/{name}"] for name in deltas.anchors.by_name}
+    kept = {key: facts[key] for key in ("exchanges", "norms", "skipped", "outer_groups")}
+    return {**kept, "anchors": anchors, "outer": outer, "memory": memory, "clean": [], "outstanding": []}
 
 
 def _plain(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """An optimizer's groups in numbers that JSON knows."""
     return [{key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()} for group in groups]
-
-
-def _nothing() -> None:
-    """Nothing to write."""
