@@ -65,6 +65,7 @@ bench-quick: $(VENV)/installed ## The ratios that matter against the committed o
 
 pictures: $(VENV)/installed ## The pictures of README and docs, from the imports and what `make demo` and `make bench` left
 	$(RUN) docs/pictures/draw_tree.py
+	$(RUN) docs/pictures/draw_elastic.py
 	$(RUN) docs/pictures/draw.py laconic-compare
 	$(RUN) docs/pictures/draw_benchmarks.py
 

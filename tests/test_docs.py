@@ -69,6 +69,14 @@ def test_the_example_of_sharded_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_the_example_of_workers_that_come_and_go() -> None:
+    done = finished([sys.executable, str(ROOT / "examples/elastic.py"), "--steps", "400"])
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"b begins at step [1-9]\d+ with a, b, c", done.stdout), done.stdout
+    assert len(re.findall(r"step 384: loss 2\.\d+, a, b, c are there", done.stdout)) == 3, done.stdout
+
+
+@pytest.mark.soak
 def test_the_script_in_docs_torch(tmp_path: Path) -> None:
     (script,) = scripts("docs/torch.md")
     (tmp_path / "resume.py").write_text(script)

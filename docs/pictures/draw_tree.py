@@ -17,6 +17,7 @@ WORDS = {
     "lab": "comparisons over a link",
     "report": "records to table and page",
     "compat": "torch's names",
+    "elastic": "workers that come and go",
     "integrations": "Lightning, Accelerate, Transformers",
     "advisor": "which strategy, before a run",
     "probing": "a network, measured",

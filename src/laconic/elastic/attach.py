@@ -164,6 +164,8 @@ def _check_options(min_replicas: object, weights: object, late: object, leave_se
 def _checked_strategy(strategy: Strategy | str) -> Strategy:
     chosen = read(strategy)
     averaging = chosen.averaging
+    if averaging is None and not chosen.route.communicates:
+        raise ValueError(f"{chosen} never averages while it trains; choose one that does, such as diloco(period=16)")
     if averaging is None or chosen.route.communicates or averaging.start > 0:
         raise ValueError(
             f"{chosen} averages gradients in some steps, for which all workers must be there; choose a strategy of local "
