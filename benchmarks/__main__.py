@@ -7,7 +7,8 @@ import sys
 import benchmarks
 from benchmarks import check
 
-SHARED = {"__main__", "harness", "check", "long_steps", "peers", "quiet", "simulation", "stacked_models"}
+SHARED = {"__main__", "harness", "check", "long_steps", "peers", "quiet", "simulation", "stacked_models", "torchft_peer"}
+SHARED |= {"elastic_growth", "elastic_hosts", "elastic_workers"}
 known = [module.name for module in pkgutil.iter_modules(benchmarks.__path__) if module.name not in SHARED]
 checking = sys.argv[1:2] == ["check"]
 if sys.argv[1:2] == ["gate"]:

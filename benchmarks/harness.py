@@ -55,6 +55,12 @@ def ratio(name: str, ours: Timing, theirs: Timing) -> Ratio:
     return Ratio(name, statistics.median(pairs), median_error(pairs) / statistics.median(pairs))
 
 
+def mean_ratio(name: str, ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """The mean over pairs of ours to theirs, of few whole runs: its noise is what the pairs differ by."""
+    pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(name, statistics.mean(pairs), statistics.stdev(pairs) / statistics.mean(pairs) if len(pairs) > 1 else 0.0)
+
+
 def median_error(values: Sequence[float]) -> float:
     """The standard error of a median, from the quartiles, as if they were those of a normal distribution."""
     low, _, high = statistics.quantiles(values)

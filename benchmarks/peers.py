@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import socket
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
+from benchmarks.torchft_peer import make_manager, pieces
 
 PERIOD = 24
 STREAMING = f"streaming_diloco({PERIOD}, fragments=4, delay=5, blend=0.0, carry=True, outer_lr=1.0, outer_momentum=0.2)"
@@ -146,23 +146,11 @@ def torchft_diloco(
     return make
 
 
-def pieces(model: nn.Module, count: int) -> list[nn.Module]:
-    """The model's parameters in so many modules of about the same size: what torchft calls fragments."""
-    parts, loads = [nn.ParameterList() for _ in range(count)], [0] * count
-    for parameter in sorted(model.parameters(), key=lambda p: -p.numel()):
-        least = loads.index(min(loads))
-        parts[least].append(parameter)
-        loads[least] += parameter.numel()
-    return list(parts)
-
-
 def torchft_manager(model: nn.Module) -> tuple[Any, ExitStack]:
     """A manager in a quorum with all others; the stack takes it down again, the first rank last."""
     rank, world, master = dist.get_rank(), dist.get_world_size(), os.environ["MASTER_ADDR"]
     address = master.rsplit(".", 1)[0] + f".{rank + 1}" if os.environ.get("LACONIC_CABLE") else "127.0.0.1"
-    socket.gethostname = lambda: address  # what torchft tells the others, and in a namespace the machine's name means nothing
     os.environ.setdefault("RUST_LOG", "error")
-    from torchft import Manager, ProcessGroupGloo
     from torchft.coordination import LighthouseServer
 
     lighthouse, port = None, int(os.environ["MASTER_PORT"]) + next(_ports)
@@ -170,24 +158,16 @@ def torchft_manager(model: nn.Module) -> tuple[Any, ExitStack]:
         limits = {"join_timeout_ms": 60_000, "heartbeat_timeout_ms": 60_000}
         lighthouse = LighthouseServer(bind=f"[::]:{port}", min_replicas=world, **limits)
     dist.barrier()
-    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=LONG),
-        load_state_dict=model.load_state_dict,
-        state_dict=model.state_dict,
-        min_replica_size=world,
-        use_async_quorum=False,
+    manager, store = make_manager(
+        address,
+        f"http://{master}:{port}",
+        f"replica_{rank}",
+        model.load_state_dict,
+        model.state_dict,
+        min_replicas=world,
+        collective=LONG,
         timeout=LONG,
-        quorum_timeout=LONG,
-        connect_timeout=LONG,
-        rank=0,
-        world_size=1,
-        store_addr=address,
-        store_port=store.port,
-        lighthouse_addr=f"http://{master}:{port}",
-        replica_id=f"replica_{rank}",
-        hostname=address,
-        init_sync=False,
+        quorum=LONG,
         max_retries=0,
     )
     manager.start_quorum()  # connects all; else the first sync would pay for it

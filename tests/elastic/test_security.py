@@ -26,7 +26,8 @@ from laconic.elastic import healing
 from laconic.elastic.group import ElasticGroup
 from laconic.elastic.healing import HealingError
 from laconic.elastic.island import Island
-from laconic.elastic.state import Elastic
+from laconic.elastic.parts import Parts
+from laconic.elastic.state import adopt, check, looks_of, state_of
 from laconic.strategies.parsing import strategy
 from tests.elastic.training import batch, model
 from tests.live import ranks
@@ -279,14 +280,14 @@ OUTER: dict[str, tuple[Spoil, str]] = {
 LIES = {"descriptions": DESCRIPTIONS, "tensors": TENSORS, "facts": FACTS, "outer": OUTER}
 
 
-def trained(group: ElasticGroup, seed: int, exchanges: int) -> Elastic:
+def trained(group: ElasticGroup, seed: int, exchanges: int) -> Parts:
     """A worker's model, with a state that is its own; `exchanges` with nobody but itself."""
     torch.manual_seed(seed)
     net, alone = Net(), dist.new_group([dist.get_rank()], use_local_synchronization=True)
     trainable = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.1)
     group.meet(alone, ["worker alone"])
-    made = Elastic(strategy(INT8), net, [optimizer], None, group, Island(None), sharded=False)
+    made = Parts(strategy(INT8), net, [optimizer], None, group, Island(None), sharded=False)
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, 2 * exchanges + 1):
         x, y = batch(generator)
@@ -300,9 +301,9 @@ def trained(group: ElasticGroup, seed: int, exchanges: int) -> Elastic:
     return made
 
 
-def everything(parts: Elastic) -> str:
+def everything(parts: Parts) -> str:
     """A digest of all that a peer's state could change."""
-    state = parts.state(0, first=True)
+    state = state_of(parts, 0, first=True)
     tensors = {**state.tensors, **parts.residuals(), **parts.snapshot()}
     found = hashlib.sha256(repr((state.facts, parts.departures(2), parts.departures(3), sorted(tensors))).encode())
     for name in sorted(tensors):
@@ -310,9 +311,9 @@ def everything(parts: Elastic) -> str:
     return found.hexdigest()
 
 
-def sent(parts: Elastic, spoil: Spoil | None, pipe: dist.ProcessGroup) -> list[Any]:
+def sent(parts: Parts, spoil: Spoil | None, pipe: dist.ProcessGroup) -> list[Any]:
     """Send a message without waiting for anybody to take it."""
-    state = parts.state(40, first=True)
+    state = state_of(parts, 40, first=True)
     looks = {name: [str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in state.tensors.items()}
     message = Message(deepcopy(dict(state.facts)), looks, dict(state.tensors))
     if spoil is not None:
@@ -320,13 +321,13 @@ def sent(parts: Elastic, spoil: Spoil | None, pipe: dist.ProcessGroup) -> list[A
     return [dist.isend(part, group=pipe, group_dst=1, tag=healing.TAG) for part in message.parts()]
 
 
-def taken(parts: Elastic, group: ElasticGroup) -> str:
+def taken(parts: Parts, group: ElasticGroup) -> str:
     """Take what is sent; what came of it."""
     before = everything(parts)
     try:
-        state = healing.receive(group, 0, parts.looks_of)
-        parts.check(state, first=True)
-        parts.adopt(state, carry=False, sent=None)
+        state = healing.receive(group, 0, looks_of(parts))
+        check(parts, state, first=True)
+        adopt(parts, state, carry=False, sent=None)
         answer = "it was taken"
     except HealingError as error:
         answer = f"refused: {error}"

@@ -37,6 +37,7 @@ class Job:
     late: str = "carry"
     min_replicas: int = 1
     ranks: int = 1  # of each worker
+    bind: str = "127.0.0.1"
     record: bool = False
 
 
@@ -94,7 +95,11 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
     generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
     note(started=True)
     manager = elastic.Membership(
-        lighthouse=job.lighthouse, name=name, timeout_seconds=job.timeout_seconds, quorum_seconds=job.quorum_seconds
+        lighthouse=job.lighthouse,
+        name=name,
+        bind=job.bind,
+        timeout_seconds=job.timeout_seconds,
+        quorum_seconds=job.quorum_seconds,
     )
     with elastic.attach(
         trained,
