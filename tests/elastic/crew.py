@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,12 @@ class Crew:
         for process in [processes[first], *processes]:
             process.kill()
             process.join(10)
+
+    def await_death(self, name: str) -> None:
+        """Until it has died of itself."""
+        for process in self._running.pop(name):
+            process.join(60)
+            assert process.exitcode == -signal.SIGKILL, f"worker {name} ended with {process.exitcode}"
 
     def end(self) -> None:
         for processes in self._running.values():

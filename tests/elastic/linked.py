@@ -35,7 +35,6 @@ def on_own_host(name: str, job: Job, seed: int, host: int, apart: Any) -> None:
         raise PermissionError(os.strerror(ctypes.get_errno()))
     apart.set()
     _plug_in(CABLE, host, first=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     train(name, job, seed)
 
 

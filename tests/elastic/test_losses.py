@@ -91,6 +91,48 @@ def test_workers_that_are_killed_come_back(seed: int, times: int, tmp_path: Path
         assert statistics.mean(losses.values()) < 1.02 * statistics.mean(calm_losses.values()) + 1e-4
 
 
+def test_workers_that_die_while_a_state_is_sent(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """First who sends it, then who gets it: the one is healed by another worker, and the others go on."""
+    with crew(tmp_path, INT8, 10_000, lighthouse.start(min_replicas=2)) as workers:  # b is there from the start
+        workers.start("a", die_at=("send", 4))  # in the midst of the tensors
+        workers.start("b")
+        workers.until(lambda found: any(record["workers"] == ["a", "b"] for record in syncs(found)))
+        workers.start("c")
+        workers.await_death("a")
+        workers.until(lambda found: any(record["workers"] == ["b", "c"] for record in syncs(found)))
+        workers.start("d", die_at=("get", 4))
+        workers.await_death("d")
+        grown(workers, 3, "b", "c")
+        assert assert_alike(workers.records()) > 3
+
+
+@pytest.mark.soak
+def test_a_worker_dies_at_every_collective_of_a_sync(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """The others have dropped the sync, or all have made it: half of it is never written."""
+    with crew(tmp_path, INT8, 100_000, lighthouse.start()) as workers:
+        workers.start("a", "b")
+        workers.until(at_version(3))
+        for number in range(12, 24):  # more than one sync has
+            workers.start("c", die_at=("launch", number))
+            workers.await_death("c")
+            grown(workers, 2, "a", "b")
+        assert assert_alike(workers.records()) > 20
+
+
+@pytest.mark.parametrize("number", [44, *[pytest.param(number, marks=pytest.mark.soak) for number in (42, 43, 45, 46, 47)]])
+def test_nobody_waits_for_the_timeout_when_one_dies(number: int, tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """Whichever collective it leaves unfinished: those who are not connected to it there learn of it by those who are."""
+    strategy = "streaming_diloco(8, fragments=2, delay=1)"
+    with crew(tmp_path, strategy, 10_000, lighthouse.start(), timeout_seconds=50, quorum_seconds=60, collect=False) as workers:
+        workers.start("a", die_at=("launch", number))
+        workers.start("b", "c", "d")
+        workers.await_death("a")
+        died = time.monotonic()
+        workers.until(lambda found: any(record["workers"] == ["b", "c", "d"] for record in syncs(found)))
+        grown(workers, 2, "b", "c", "d")
+        assert time.monotonic() - died < 25, "that is half the timeout, and ten times what they need"
+
+
 def test_all_but_one_die_and_a_stopped_one_wakes_up(tmp_path: Path, lighthouse: Lighthouse) -> None:
     with crew(tmp_path, INT8, 10_000, lighthouse.start(deadline_seconds=2)) as workers:
         workers.start(*FOUR)

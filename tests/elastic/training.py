@@ -1,5 +1,7 @@
 """A small job that workers train together, and what each of them writes down of it."""
 
+import functools
+import gc
 import hashlib
 import json
 import os
@@ -7,6 +9,7 @@ import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic import elastic
+from laconic.comm.group import TorchGroup
+from laconic.elastic import healing
 
 FEATURES, HIDDEN, BATCH = 16, 32, 32
 HEARTBEAT_SECONDS = 1.0
@@ -39,6 +44,8 @@ class Job:
     ranks: int = 1  # of each worker
     bind: str = "127.0.0.1"
     record: bool = False
+    collect: bool = True  # reference cycles; without, nothing is freed by chance
+    die_at: tuple[str, int] | None = None  # at the n-th of these: "launch" of a collective, "send" or "get" of a state
 
 
 def model(width: int = HIDDEN, seed: int = 0) -> nn.Module:
@@ -66,6 +73,8 @@ def digest(net: nn.Module) -> str:
 def train(name: str, job: Job, seed: int, rank: int = 0) -> None:
     """One worker, in a process of its own, until the run has made so many steps; or one rank of one."""
     torch.set_num_threads(1)
+    if not job.collect:
+        gc.disable()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with Path(job.folder, f"{name}.{os.getpid()}.jsonl").open("w", buffering=1) as out:
 
@@ -77,6 +86,28 @@ def train(name: str, job: Job, seed: int, rank: int = 0) -> None:
         except Exception as error:
             note(error=f"{type(error).__name__}: {error}")
             raise
+
+
+PLACES: dict[str, tuple[ModuleType | type, str]] = {
+    "launch": (TorchGroup, "launch"),
+    "send": (healing, "_send"),
+    "get": (healing, "_get"),
+}
+
+
+def die_at(place: str, number: int) -> None:
+    """From now on, kill this process as the n-th call of it begins."""
+    owner, name = PLACES[place]
+    act, calls = getattr(owner, name), [0]
+
+    @functools.wraps(act)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return act(*args, **kwargs)
+
+    setattr(owner, name, counted)
 
 
 def _replica(name: str, job: Job, seed: int, rank: int) -> tuple[nn.Module, nn.Module]:
@@ -94,6 +125,8 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
     note(started=True)
+    if job.die_at is not None and job.die_at[0] == "get":  # a worker gets a state as it joins
+        die_at(*job.die_at)
     manager = elastic.Membership(
         lighthouse=job.lighthouse,
         name=name,
@@ -112,6 +145,8 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
     ) as run:
         version, slow = run.version, Path(job.folder, f"{name}.slow")
         note(attached=True, version=version, step=run.step)
+        if job.die_at is not None and job.die_at[0] != "get":
+            die_at(*job.die_at)
         if job.record:
             laconic.Meter(run, Path(job.folder, "records"), every=50)
         if version > 1:  # the sync by which it joined

@@ -143,6 +143,18 @@ def what_it_says(rank: int) -> list[str]:
     return [text[len(before) :] for before, text in zip(["", *said], said, strict=False)]
 
 
+def alone(rank: int) -> str:
+    with installed("int8()") as lines:
+        model = DistributedDataParallel(nn.Linear(6, 3))
+        step(model, AdamW(model.parameters()), 0)
+        return lines.getvalue()
+
+
+def test_one_rank_alone_is_told_that_nothing_is_sent() -> None:
+    (said,) = ranks(1, alone)
+    assert said == "laconic: int8() is attached to Linear (21 parameters) and AdamW, 1 rank, which is alone: nothing is sent\n"
+
+
 def test_losses_are_lines_of_the_first_rank_and_a_fresh_state_is_none() -> None:
     (attached, bare, one_for_all), silence = ranks(2, what_it_says)
     assert silence == ["", "", ""], "RANK is not set here: it is the process group that knows"

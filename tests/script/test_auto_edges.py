@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from laconic.run.run import engine_of
 from laconic.script import auto
 from laconic.script.auto_run import AutoRun
 from tests.live import ranks
@@ -123,7 +124,7 @@ def scalers(rank: int) -> None:
         model, optimizer = build()
         _off, on = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu", init_scale=8.0)
         step(model, optimizer, 0)
-        assert watcher().runs[0].scaler is on
+        assert engine_of(watcher().runs[0]).scaler is on
         watcher().finish()
         model, optimizer = build()
         both = [torch.amp.GradScaler("cpu") for _ in range(2)]

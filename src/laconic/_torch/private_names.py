@@ -31,6 +31,7 @@ DDP = "torch.nn.parallel.DistributedDataParallel"
 STATIC_DDP = f"{DDP}(static_graph=True)"
 REDUCER = "torch.distributed.Reducer"
 GROUP = "torch.distributed.ProcessGroup"
+GLOO = "torch.distributed.ProcessGroupGloo"
 OPTIONS = "the options of a process group's backend"
 SCALER = "torch.amp.GradScaler"
 OPTIMIZER = "torch.optim.Optimizer"
@@ -60,6 +61,13 @@ PARTS = [
     Part(GROUP, "_get_backend", "the user's timeout, for groups of our own"),
     Part(OPTIONS, "_timeout", "the user's timeout, for groups of our own"),
     Part(GROUP, "get_group_store", "where the members of a new group meet"),
+    Part(GROUP, "_set_default_backend", "a group that listens at one address alone"),
+    Part(GROUP, "_register_backend", "a group that listens at one address alone"),
+    Part(GLOO, "_Options", "a group that listens at one address alone"),
+    Part(GLOO, "create_device", "a group that listens at one address alone"),
+    Part(f"{GLOO}._Options", "_devices", "a group that listens at one address alone"),
+    Part(f"{GLOO}._Options", "_timeout", "a group that listens at one address alone"),
+    Part(GLOO, "_set_sequence_number_for_group", "as torch's own groups"),
     Part("torch.distributed", "all_gather_single", "gather into one tensor; new in torch 2.13"),
     Part("torch.distributed", "all_to_all_single", "exchange rows of one tensor"),
     Part("torch.distributed", "DistError", "tell a lost peer from other errors"),

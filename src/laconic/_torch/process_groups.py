@@ -1,6 +1,7 @@
 """Process groups: the default one, groups under names of ours, and what a group knows of itself."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -77,4 +78,21 @@ def named_group(
     )
     assert isinstance(group, dist.ProcessGroup)
     part(world, "pg_group_ranks")[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
+def gloo_group(store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> dist.ProcessGroup:
+    """A group on gloo that listens at `address` alone, and that no list of torch's knows.
+
+    Left to itself, gloo looks the host's name up and listens at what it finds.
+    """
+    gloo = dist.ProcessGroupGloo
+    options = part(gloo, "_Options")()
+    options._devices = [part(gloo, "create_device")(hostname=address)]
+    options._timeout = timeout
+    backend = gloo(store, rank, world, options)
+    part(backend, "_set_sequence_number_for_group")()
+    group = dist.ProcessGroup(store, rank, world)
+    part(group, "_set_default_backend")(dist.ProcessGroup.BackendType.GLOO)
+    part(group, "_register_backend")(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group

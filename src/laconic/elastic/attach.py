@@ -42,24 +42,53 @@ def attach(
 
     A worker is one process with a whole model, which needs no process group of its own; or an island of several ranks, with a
     DistributedDataParallel over them, or a model that `fully_shard` has sharded over all of them: then every rank calls this.
-    The strategy is one of local updates: `local_sgd`, `diloco`, `streaming_diloco`, `sparseloco`, ... Returns when this worker
-    has a state to start from: the first worker's at the start of a run, and that of a peer, at their next sync, where a run is
-    under way.
+    It returns when this worker has a state to start from: the first worker's at the start of a run, and that of a peer, at
+    their next sync, where a run is under way. So loop until `run.step` is reached, which counts the steps of the run.
 
-    `manager`: this worker's place among the others; without one, `Membership()`, which finds $TORCHFT_LIGHTHOUSE.
-    `min_replicas`: with fewer, a sync is dropped; training goes on.
-    `weights`: in the mean, a worker counts by the "steps" that it brings along, or all count "equal" that bring any.
-    `late`: a worker that missed a sync takes its peers' state; with "carry", what it has learnt meanwhile is added to it and
-    goes out with the next deltas, with "drop", it is lost. (A strategy that averages parameters has no delta to carry.)
-    `leave_seconds`: how long a worker that was sent SIGTERM waits for the sync in which it hands over what it holds.
+    A sync that any worker can't complete is dropped by all, and training goes on; what it would have sent leaves with the next
+    one. After a sync, all who took part have the same bits.
 
     Bytes: those of the strategy, and 200 or so a worker and sync; in an island, divided by its ranks. A worker that joins is
     sent its state once: parameters, or anchors with the outer optimizer's memory.
 
-    >>> import laconic.elastic
-    >>> with laconic.elastic.attach(model, optimizer, "diloco(period=16)") as run:  # doctest: +SKIP
-    ...     for batch in loader:
-    ...         loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+    Memory: that of the strategy; in an island, a rank keeps its share of the anchors.
+
+    Not: strategies that average gradients, have a warm-up or subgroups, or average the optimizer's moments, are refused.
+    `laconic.checkpoint` doesn't save elastic runs. Batches are yours to deal. Nothing is encrypted. It has not run on a GPU.
+
+    Arguments:
+      `model`: a module; a DistributedDataParallel over the ranks of this worker; or a model that is sharded over them.
+      `optimizer`: the optimizer over its parameters, or a list of several. A step is complete when each has made one.
+      `strategy`: one of local updates, such as `laconic.diloco(16)`, `local_sgd`, `streaming_diloco`, `sparseloco`; or its
+        text.
+      `manager`: this worker's place among the others. Default None: `Membership()`, which finds $TORCHFT_LIGHTHOUSE.
+      `min_replicas`: with fewer workers, a sync is dropped. Default 1.
+      `weights`: in the mean, a worker counts by the "steps" that it brings along, or all count "equal" that bring any.
+        Default "steps".
+      `late`: a worker that missed a sync takes its peers' state. "carry": what it has learnt meanwhile is added to it and goes
+        out with the next deltas. "drop": it is lost. (Where parameters are averaged, there is no delta to carry.)
+        Default "carry".
+      `leave_seconds`: how long a worker that was sent SIGTERM waits for the sync in which it hands over what it holds.
+        Default 30.0.
+      `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too. Default None.
+      `fused`: whether encoding and decoding run compiled, as in `laconic.attach`. Default "auto".
+
+    It raises a TypeError or ValueError for what can't be used, on all ranks of the worker; an ImportError without torchft; a
+    ConnectionError where no lighthouse answers; a MembershipError where the others train something else; and a
+    CommunicationError where it could not join for `quorum_seconds` of the Membership.
+
+    >>> import torch, laconic.elastic
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.elastic.lighthouse() as address:  # as a rule, in a process of its own
+    ...     manager = laconic.elastic.Membership(lighthouse=address, name="first")
+    ...     with laconic.elastic.attach(model, optimizer, "diloco(period=2)", manager) as run:
+    ...         while run.step < 4:
+    ...             model(torch.ones(8, 4)).sum().backward()
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+    >>> run.step, run.stats().syncs, run.stats().workers
+    (4, 3, ('first',))
     """
     island = Island(_island_of(model))
     problem: Exception | None = None
@@ -67,7 +96,7 @@ def attach(
     try:
         given = _checked(model, optimizer, strategy, island, manager)
         _check_options(min_replicas, weights, late, leave_seconds)
-        facts = [f"strategy {given.strategy}", f"min_replicas {min_replicas}", f"weights {weights}", f"late {late}"]
+        facts = [f"strategy {given.strategy.compared}", f"min_replicas {min_replicas}", f"weights {weights}", f"late {late}"]
         compiled = prepare(kernels_of(given.strategy), fused, given.device)
     except (TypeError, ValueError, CompilerError) as error:
         problem = error

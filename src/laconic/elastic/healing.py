@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,12 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 )}  # fmt: skip
 
 
-Looks: TypeAlias = tuple[Sequence[torch.dtype], Sequence[list[int]] | None]
-"""The dtypes and the shapes that a tensor may have; None: of any shape."""
+class Looks(NamedTuple):
+    """What a tensor must look like."""
+
+    dtypes: Sequence[torch.dtype]
+    shape: list[int] | None  # None: any
+    infinite: bool = False  # whether it may have infinities: a mask is often made of them
 
 
 class HealingError(CommunicationError):
@@ -44,6 +48,7 @@ class State:
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    who: str = "this worker"
 
 
 def send(state: State, group: ElasticGroup, to: Sequence[int]) -> None:
@@ -67,21 +72,21 @@ def receive(group: ElasticGroup, source: int, looks_of: Callable[[str], Looks | 
         raise HealingError(f"{who} sent a description of {length} bytes; at most {MOST_BYTES} are taken")
     described = _described(bytes(_get(torch.empty(length, dtype=torch.uint8), group, source).tolist()), who)
     looks = _checked(described, looks_of, who)
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in looks.items()}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape, _) in looks.items()}
     for tensor in tensors.values():
         _get(tensor.view(-1).view(torch.uint8), group, source)
     floats = {name: one for name, one in tensors.items() if one.is_floating_point() or one.is_complex()}
-    broken = [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
+    broken = [name for name, tensor in floats.items() if not _is_sound(tensor, infinite=looks[name][2])]
     if broken:
         raise HealingError(f"{who} sent numbers that are not finite, in {', '.join(broken[:3])}; nothing is taken")
-    return State(described.get("facts", {}), tensors)
+    return State(described.get("facts", {}), tensors, who)
 
 
 def _described(text: bytes, who: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise HealingError(f"{who} sent a description that is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise HealingError(f"{who} sent a description that is no JSON, or one nested too deep: {error}") from error
     if not isinstance(found, dict) or found.get("form") != FORM or not isinstance(found.get("tensors"), dict):
         raise HealingError(f"{who} sent a description of another form than {FORM!r}; all workers must run the same laconic")
     return found
@@ -89,23 +94,22 @@ def _described(text: bytes, who: str) -> dict[str, Any]:
 
 def _checked(
     described: Mapping[str, Any], looks_of: Callable[[str], Looks | None], who: str
-) -> dict[str, tuple[torch.dtype, list[int]]]:
-    looks: dict[str, tuple[torch.dtype, list[int]]] = {}
+) -> dict[str, tuple[torch.dtype, list[int], bool]]:
+    """The dtype and the shape of each tensor, and whether it may have infinities."""
+    looks: dict[str, tuple[torch.dtype, list[int], bool]] = {}
     for name, look in described["tensors"].items():
         wanted = looks_of(name)
         if wanted is None:
             raise HealingError(f"{who} sent {name!r}, which this worker doesn't have; nothing is taken")
         if not _is_look(look):
             raise HealingError(f"{who} sent {name!r} as {look!r:.60}, where a dtype and a shape belong; nothing is taken")
-        (kind, shape), (dtypes, shapes) = look, wanted
-        fits = math.prod(shape) <= MOST_NUMBERS if shapes is None else shape in shapes
-        if DTYPES[kind] not in dtypes or not fits:
-            there = (
-                f" of shape {' or '.join(map(str, shapes))}" if shapes is not None else f" of at most {MOST_NUMBERS} numbers"
-            )
-            mine = f"{' or '.join(map(_name, dtypes))}{there}"
+        kind, shape = look
+        fits = math.prod(max(1, size) for size in shape) <= MOST_NUMBERS if wanted.shape is None else shape == wanted.shape
+        if DTYPES[kind] not in wanted.dtypes or not fits:
+            there = f"at most {MOST_NUMBERS} numbers" if wanted.shape is None else f"shape {wanted.shape}"
+            mine = f"{' or '.join(map(_name, wanted.dtypes))} of {there}"
             raise HealingError(f"{who} sent {name!r} as {kind} of shape {shape}; this worker has it as {mine}")
-        looks[name] = DTYPES[kind], shape
+        looks[name] = DTYPES[kind], shape, wanted.infinite
     return looks
 
 
@@ -113,7 +117,13 @@ def _is_look(look: object) -> bool:
     """Whether it is a known dtype and a shape."""
     if not isinstance(look, list) or len(look) != 2 or not isinstance(look[1], list):
         return False
-    return look[0] in DTYPES and all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in look[1])
+    sizes = [size for size in look[1] if isinstance(size, int) and not isinstance(size, bool) and size >= 0]
+    return isinstance(look[0], str) and look[0] in DTYPES and len(sizes) == len(look[1])
+
+
+def _is_sound(tensor: Tensor, *, infinite: bool) -> bool:
+    """Whether its numbers are some to go on from."""
+    return not bool(tensor.isnan().any()) if infinite else bool(tensor.isfinite().all())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from laconic._torch.process_groups import gloo_group
 from laconic.comm.group import CommunicationError
 from laconic.elastic.group import ElasticGroup
 from laconic.elastic.island import Island
@@ -33,7 +34,10 @@ BACKENDS = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "Pro
 
 
 class MembershipError(RuntimeError):
-    """This worker can't take part: it trains something else than the others, or its own ranks have lost each other."""
+    """This worker can't take part: it trains something else than the others, or its own ranks have lost each other.
+
+    Its text says what differs from the others, such as the strategy or a parameter's shape. The others train on without it.
+    """
 
 
 def torchft() -> tuple[ModuleType, ModuleType]:
@@ -43,9 +47,7 @@ def torchft() -> tuple[ModuleType, ModuleType]:
         import torchft.coordination
         import torchft.process_group
     except ImportError as error:
-        raise ImportError(
-            f"laconic.elastic needs torchft ({error}); install it with: pip install 'laconic[elastic]'"
-        ) from error
+        raise ImportError(f"laconic.elastic needs torchft ({error}); in laconic's folder: pip install '.[elastic]'") from error
     return torchft.coordination, torchft.process_group
 
 
@@ -53,13 +55,28 @@ def torchft() -> tuple[ModuleType, ModuleType]:
 def lighthouse(
     *, bind: str = f"{LOOPBACK}:0", min_replicas: int = 1, deadline_seconds: float = 60.0, heartbeat_seconds: float = 5.0
 ) -> Iterator[str]:
-    """A lighthouse in this process for as long as the block lasts; yields its address, for `lighthouse=`.
+    """torchft's lighthouse in this process, for as long as the block lasts; the block gets its address.
 
-    A sync waits `deadline_seconds` for a worker that still sends heartbeats, and goes on without it then. One that has sent
-    none for `heartbeat_seconds` counts as dead.
+    It keeps the list of workers and says who takes part in a sync. A run needs one, in a process that outlives all workers:
+    `torchft_lighthouse` and `laconic run --elastic` start one, too.
 
-    >>> with lighthouse() as address:  # doctest: +SKIP
-    ...     laconic.elastic.attach(model, optimizer, "diloco(period=16)", lighthouse=address)
+    Bytes: a heartbeat every 0.1 seconds from each worker, and a request for each sync.
+
+    Not: a dead lighthouse is not replaced. Workers train on and drop their syncs, until one is back at the same address. What
+    it says and hears is not encrypted.
+
+    Arguments:
+      `bind`: the address of this machine at which it listens, with a port; 0: any that is free. Default "127.0.0.1:0".
+      `min_replicas`: with fewer workers, none of their syncs begins. Default 1.
+      `deadline_seconds`: how long a sync waits for a worker that still sends heartbeats; it goes on without it then.
+        Default 60.0.
+      `heartbeat_seconds`: a worker that has sent no heartbeat for so long counts as dead. Default 5.0.
+
+    >>> import laconic.elastic
+    >>> with laconic.elastic.lighthouse() as address:
+    ...     manager = laconic.elastic.Membership(lighthouse=address)
+    >>> address[:17]
+    'http://127.0.0.1:'
     """
     coordination, _ = torchft()
     server = coordination.LighthouseServer(
@@ -90,11 +107,24 @@ class Quorum:
 class Membership:
     """This worker's place among the others: a heartbeat in the background, and a quorum whenever one is asked for.
 
-    `lighthouse` is its address, `http://host:port`, and $TORCHFT_LIGHTHOUSE where it is not given. The server of this worker,
-    and the store by which process groups are built, listen at `bind`: loopback alone by default. Between hosts, give the
-    address by which the others reach this one. gloo takes the interface of $GLOO_SOCKET_IFNAME.
-    `timeout_seconds`: how long one collective may take.  `quorum_seconds`: how long this worker waits for the others.
-    Where a worker is an island of several ranks, each of them makes one, and the first one's name and address count.
+    Make one and give it to `laconic.elastic.attach`, which calls its methods. Where a worker is an island of several ranks,
+    each of them makes one, and the first one's name and address count.
+
+    Not: what travels is not encrypted, and nobody proves who they are. Use a private network.
+
+    Arguments:
+      `lighthouse`: its address, "http://host:port". Default None: $TORCHFT_LIGHTHOUSE.
+      `name`: what the others call this worker, without ":" and "/". Default None: host and process.
+      `bind`: the address of this machine by which the others reach it. The worker's server, the store by which process groups
+        are built, and gloo listen there; NCCL has settings of its own. Default "127.0.0.1": this machine alone.
+      `timeout_seconds`: how long one collective may take, and one message of a peer's state. Default 60.0.
+      `quorum_seconds`: how long this worker waits for the others to come to a sync. Default 600.0.
+
+    It raises a ValueError without a lighthouse's address, and for what can't be; and an ImportError without torchft.
+
+    >>> import laconic.elastic
+    >>> laconic.elastic.Membership(lighthouse="http://127.0.0.1:29510", name="first").quorum_seconds
+    600.0
     """
 
     def __init__(
@@ -118,7 +148,7 @@ class Membership:
                 f"got {timeout_seconds} and {quorum_seconds}"
             )
         self._coordination, self._groups = torchft()
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}"
+        self.name: str = name or f"{socket.gethostname()}-{os.getpid()}"
         if ":" in self.name or "/" in self.name:
             raise ValueError(f"a worker's name may have no ':' and no '/', got {self.name!r}")
         self.address, self.bind, self.group = address, bind, ElasticGroup()
@@ -132,10 +162,16 @@ class Membership:
         self._client: Any = None
 
     def open(self, island: Island, device: torch.device) -> None:
-        """Begin to send heartbeats, and let the other ranks of the island know where the server is."""
+        """Begin to send heartbeats, and let the other ranks of the island know where the server is.
+
+        Arguments:
+          `island`: the ranks of this worker.
+          `device`: where the model is.
+        """
         self._rank = island.rank
         backend = self._backend(device)
-        self._process_group = getattr(self._groups, BACKENDS[backend])(timeout=self._timeout)
+        kind = getattr(self._groups, BACKENDS[backend])
+        self._process_group = (_at(self.bind, kind) if backend == "gloo" else kind)(timeout=self._timeout)
         self.group.device = torch.device("cpu") if backend == "gloo" else device
         where = self._serve(island.size) if island.rank == 0 else ""
         self.name, where = json.loads(island.first(json.dumps([self.name, where])))
@@ -153,7 +189,7 @@ class Membership:
 
     def _serve(self, ranks: int) -> str:
         """Start this worker's server; its address."""
-        listener = socket.create_server((self.bind, 0), family=socket.AF_INET6 if ":" in self.bind else socket.AF_INET)
+        listener = listening(self.bind)
         port = listener.getsockname()[1]
         # torch would listen on all interfaces, unless it is given a socket that listens already.
         self._listening = dist.TCPStore(
@@ -181,7 +217,11 @@ class Membership:
         return address
 
     def together(self, fine: bool) -> bool:
-        """Whether all ranks of this island are fine; each of them asks, and waits for the others."""
+        """Whether all ranks of this island are fine; each of them asks, and waits for the others.
+
+        Arguments:
+          `fine`: whether this one is.
+        """
         seconds = 3 * self._timeout.total_seconds() + self._quorum_timeout.total_seconds()
         try:
             answer = self._client.should_commit(self._rank, 0, fine, timeout=timedelta(seconds=seconds))
@@ -236,7 +276,7 @@ class Membership:
         return self._quorum_timeout.total_seconds()
 
     def hurry(self, seconds: float) -> None:
-        """Wait for a quorum no longer than that."""
+        """Wait for a quorum no longer than `seconds`, from now on."""
         self._quorum_timeout = min(self._quorum_timeout, timedelta(seconds=seconds))
 
     def succeeded(self) -> None:
@@ -262,6 +302,26 @@ class Membership:
         if self._server is not None:
             self._server.shutdown()
             self._server = None
+
+
+def listening(address: str) -> socket.socket:
+    """A socket that listens at this address of this machine, at any port."""
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise ValueError(
+            f"bind must be an address of this machine, by which the other workers reach it, got {address!r}: {error}"
+        ) from error
+
+
+def _at(address: str, kind: type[Any]) -> type[Any]:
+    """torchft's group for gloo, listening at this address alone; its own listens at what the host's name stands for."""
+
+    class Bound(kind):  # type: ignore[misc]  # torchft's types are not read
+        def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> dist.ProcessGroup:
+            return gloo_group(store, rank, world_size, self._timeout, address)
+
+    return Bound
 
 
 def _milliseconds(seconds: float) -> int:

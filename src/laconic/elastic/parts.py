@@ -109,7 +109,7 @@ class Parts:
         """What all workers must have alike."""
         held = {**self.held(), **self.untrained()}
         looks = [f"{name.replace('/', ' ', 1)} of shape {tuple(one.shape)}, {one.dtype}" for name, one in held.items()]
-        return [f"strategy {self.strategy}", f"island of {self._island.size} ranks", *looks]
+        return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", *looks]
 
     # What is due
 
@@ -243,7 +243,7 @@ class Parts:
     def residual_looks(self, name: str) -> Looks | None:
         """What a residual of that name must look like."""
         anchor = self.deltas.anchors.by_name.get(name.removeprefix("residual/")) if self.deltas else None
-        return None if anchor is None else ((*FLOATS, torch.bfloat16), [list(anchor.shape)])
+        return None if anchor is None else Looks((*FLOATS, torch.bfloat16), list(anchor.shape))
 
     # What it is over
 

@@ -25,7 +25,27 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0  # between two tries to jo
 
 
 class ElasticRun:
-    """A strategy attached to a model, among workers that may change; made by `laconic.elastic.attach`."""
+    """A strategy attached to a model, among workers that may change; `laconic.elastic.attach` makes it.
+
+    As a context manager, it leaves the others at the end of the block, at once, and has SIGTERM do what `leave` does, where
+    Python's default handler was set. A sync that fails is dropped, a warning is logged ("laconic.elastic"), and training goes
+    on.
+
+    >>> import torch, laconic.elastic
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.elastic.lighthouse() as address:  # as a rule, in a process of its own
+    ...     manager = laconic.elastic.Membership(lighthouse=address)
+    ...     with laconic.elastic.attach(model, optimizer, "diloco(period=2)", manager) as run:
+    ...         while run.step < 3:
+    ...             model(torch.ones(8, 4)).sum().backward()
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+    ...         with run.consensus():
+    ...             evaluated = model(torch.ones(1, 4))
+    >>> run.step, run.version, run.strategy == laconic.diloco(2)
+    (3, 2, True)
+    """
 
     def __init__(self, parts: Parts, membership: Membership, island: Island, options: Options) -> None:
         self._parts, self._membership, self._island, self._options = parts, membership, island, options
@@ -39,21 +59,21 @@ class ElasticRun:
 
     @property
     def step(self) -> int:
-        """Optimizer steps of the run so far."""
+        """Attempted optimizer steps of the run so far: a worker that joins takes over its peers' clock."""
         return self._clock.step
 
     @property
     def version(self) -> int:
-        """Syncs so far that changed the state."""
+        """How often the run's state has changed by a sync; the same on all who have the same state."""
         return self._syncs.version
 
     @property
     def strategy(self) -> Strategy:
-        """What it goes by."""
+        """By which it goes, from the start to the end."""
         return self._parts.strategy
 
     def stats(self) -> ElasticStats:
-        """Counts of this worker, since it was attached."""
+        """Counts of this worker, since it was attached: see `ElasticStats` for each. Nobody is asked."""
         syncs, ledger = self._syncs, self._parts.ledger
         total = ledger.total + syncs.control.total
         return ElasticStats(
@@ -76,10 +96,17 @@ class ElasticRun:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Inside, the model is the one that all workers agreed on at their last sync: to evaluate, or to save.
+        """Inside the block, the model is the one that all workers agreed on at their last sync: to evaluate, or to save.
 
-        A strategy that averages parameters keeps no such model; under it, evaluate right after a sync, when `version` has
-        changed. In an island, all ranks call this. No worker waits for another one.
+        After it, the parameters are this worker's own again, bit for bit. In an island, all ranks call this. No worker waits
+        for another one.
+
+        Bytes: none between workers.
+
+        Memory: a copy of the parameters, as long as the block lasts.
+
+        Not: under a strategy that averages parameters it is a RuntimeError, as no such model is kept; evaluate right after a
+        sync, when `version` has changed.
         """
         before = self._parts.lend()
         try:
@@ -88,14 +115,19 @@ class ElasticRun:
             self._parts.take_back(before)
 
     def leave(self) -> None:
-        """Take part in the next sync, hand over what error feedback still holds, and go. Raises SystemExit(0) after it.
+        """Say that this worker wants to go: after the next step, it takes part in one more sync, and leaves.
 
-        SIGTERM does the same after the step that is being made; in an island of several ranks, at its next sync.
+        It hands over what error feedback still holds, waits for that for `leave_seconds` of `attach` at the most, and raises
+        SystemExit(0) in `optimizer.step()`. In an island of several ranks, that is at its next sync. SIGTERM does the same.
         """
         self._syncs.leaving = True
 
     def detach(self) -> None:
-        """Go at once: the others go on without this worker after their lighthouse has missed its heartbeats."""
+        """Go at once, and take everything off; calling it twice is harmless.
+
+        What error feedback holds is lost. The others go on without this worker after their lighthouse has missed its
+        heartbeats.
+        """
         self._end(None)
 
     def _end(self, failure: str | None) -> None:

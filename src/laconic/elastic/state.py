@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.flat_tensors import local
-from laconic.elastic.facts import check_facts
+from laconic.elastic.facts import Known, check_facts
 from laconic.elastic.healing import HealingError, Looks, State
 from laconic.elastic.parts import FLOATS, Parts
 from laconic.local.delta_averaging import DeltaAverager
@@ -38,19 +38,25 @@ def state_of(parts: Parts, step: int, *, first: bool) -> State:
 def looks_of(parts: Parts) -> Callable[[str], Looks | None]:
     """What a tensor of a name in a peer's state must look like; None: there is no such tensor."""
     held = {**parts.held(), **parts.untrained()}
-    anchors = parts.deltas.anchors.by_name if parts.deltas else {}
+    anchors = parts.deltas.anchors if parts.deltas else None
 
     def looks(name: str) -> Looks | None:
         if name in held:
-            return (held[name].dtype,), [list(held[name].shape)]
+            # Nobody trains buffers: infinities in them are the model's own.
+            return Looks((held[name].dtype,), list(held[name].shape), infinite=not name.startswith("parameter/"))
         kind, _, rest = name.partition("/")
-        if kind == "anchor" and rest in anchors:
-            return (anchors[rest].dtype,), [list(anchors[rest].shape)]
+        if anchors is None:
+            return None
+        if kind == "anchor" and rest in anchors.by_name:
+            return Looks((anchors[rest].dtype,), list(anchors[rest].shape))
         owner, _, key = rest.rpartition("/")
-        if kind == "outer" and owner in anchors:
-            return FLOATS, [list(anchors[owner].shape), []]
-        if kind == "memory" and owner in anchors and key in parts.shared:
-            return FLOATS, None  # of any shape: a reducer's own matter
+        if owner not in anchors.by_name:
+            return None
+        if kind == "outer":
+            like = anchors.memory_like(owner).get(key)
+            return Looks((like.dtype,), list(like.shape)) if isinstance(like, Tensor) else None
+        if kind == "memory" and key in parts.shared:
+            return Looks(FLOATS, None)  # of any shape: a reducer's own matter
         return None
 
     return looks
@@ -61,9 +67,30 @@ def check(parts: Parts, state: State, *, first: bool) -> None:
     needed = [*_needed(parts), *(parts.untrained() if first else [])]
     lacking = [name for name in needed if name not in state.tensors]
     if lacking:
-        raise HealingError(f"a peer's state lacks {', '.join(lacking[:3])}; nothing of it is taken")
-    mine = parts.deltas.state() if parts.deltas is not None else None
-    check_facts(state.facts, mine and {**mine, "outer_groups": _plain(mine["outer_groups"])})
+        raise HealingError(f"{state.who} sent a state that lacks {', '.join(lacking[:3])}; nothing of it is taken")
+    if parts.deltas is None:
+        check_facts(state.facts, None, state.who)
+        return
+    anchors = parts.deltas.anchors
+    known = Known(len(parts.deltas.fragments), _plain(anchors.state()["outer_groups"]), anchors.memory_like)
+    check_facts(state.facts, known, state.who)
+    _check_memory(parts.deltas, state)
+
+
+def _check_memory(deltas: DeltaAverager, state: State) -> None:
+    """Of each anchor, all that the outer optimizer keeps, or, before its first step, nothing."""
+    there: dict[str, set[str]] = {name: set() for name in deltas.anchors.by_name}
+    for place in state.tensors:
+        kind, _, rest = place.partition("/")
+        name, _, key = rest.rpartition("/")
+        if kind == "outer":
+            there[name].add(key)
+    for name, key, _ in state.facts["deltas"]["outer"]:
+        there[name].add(key)
+    for name, keys in there.items():
+        lacking = sorted(set(deltas.anchors.memory_like(name)) - keys) if keys else []
+        if lacking:
+            raise HealingError(f"{state.who} sent an outer memory of {name} that lacks {lacking[0]}; nothing of it is taken")
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ import hashlib
 import logging
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,7 @@ class Syncs:
         self.counts["dropped"] += 1
         self.metering.dropped(self._clock.step, self.version, str(error))
         self._progress.undo(self._parts.undo())
+        _let_go(error)
         self._membership.failed()
 
     def sync(self) -> None:
@@ -326,6 +328,17 @@ class Syncs:
             raise problem
         if not fine:
             raise CommunicationError("another rank of this island could not do its part")
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the calls that failed still hold: exchanges, and with these the connections.
+
+    gloo closes a connection when the last reference to it is gone, and not before (torch 2.13's `abort` does nothing there).
+    A worker that isn't connected to the one that died waits for this one, and would wait until its timeout.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _newest(rows: Sequence[Row]) -> tuple[int, int]:

@@ -27,7 +27,9 @@ class Anchors:
             for name, parameter in parameters.items()
         }
         groups = [{"params": [self.by_name[name] for name in names], "rate": 1.0} for names, _ in inner]
+        self._build = outer.build
         self._outer = outer.build(groups)
+        self._memory_like: dict[tuple[torch.Size, torch.dtype], Mapping[str, object]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.by_name[name]
@@ -47,6 +49,25 @@ class Anchors:
         finally:
             for name in deltas:
                 self.by_name[name].grad = None
+
+    def memory_like(self, name: str) -> Mapping[str, object]:
+        """What the outer optimizer keeps of this anchor from its first step on: tensors of that kind, and numbers.
+
+        Another one is built and stepped for it, on zeros of the same shape.
+        """
+        anchor = self.by_name[name]
+        known = self._memory_like.get((anchor.shape, anchor.dtype))
+        if known is None:
+            trial = torch.zeros_like(anchor)
+            optimizer = self._build([{"params": [trial], "rate": 1.0}])
+            trial.grad = torch.zeros_like(trial)
+            optimizer.step()
+            known = {
+                key: torch.empty_like(one, device="meta") if isinstance(one, Tensor) else one
+                for key, one in optimizer.state[trial].items()
+            }
+            self._memory_like[anchor.shape, anchor.dtype] = known
+        return known
 
     def replicated(self) -> dict[str, Tensor]:
         """What is the same on all ranks, by what a person calls it."""

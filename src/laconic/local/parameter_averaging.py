@@ -109,7 +109,9 @@ class ParameterAverager:
             if len(pending) == WINDOW:
                 yield _completed(*pending.popleft())
             chunk = torch.cat(list(pieces))
-            if weight != 1 and chunk.is_floating_point():
+            if weight == 0 and chunk.is_floating_point():
+                chunk.zero_()  # infinities, such as a mask's, times 0 are no numbers
+            elif weight != 1 and chunk.is_floating_point():
                 chunk.mul_(weight)
             pending.append((pieces, pipeline.add(number, exchange(chunk, group.rank, group.world))))
         pipeline.finish()

@@ -21,7 +21,7 @@ from laconic.meter import Meter
 from laconic.ranks.agreement import gather_texts
 from laconic.run.arguments import unwrapped
 from laconic.run.ending import warn_if_still_warming_up
-from laconic.run.resume import is_of_this_auto
+from laconic.run.resume import is_of_this_auto, respelt
 from laconic.run.run import Run, engine_of
 from laconic.run.state import replicated
 from laconic.script.islands import Islands
@@ -122,7 +122,7 @@ class AutoRun:
         if state is None or "none" in rows:
             having = [str(rank) for rank, row in enumerate(rows) if row != "none"]
             raise RuntimeError(f"only rank {', '.join(having)} loaded an optimizer with laconic's state; load it on all ranks")
-        if state["strategy"] != str(run.strategy) and not is_of_this_auto(engine, state):
+        if respelt(engine, state)["strategy"] != str(run.strategy) and not is_of_this_auto(engine, state):
             log(f"the checkpoint is of {state['strategy']}; going on by {run.strategy}")
         if rows == [str(rank) for rank in range(len(rows))]:
             if state.get("world", len(rows)) != len(rows):
@@ -199,7 +199,7 @@ def _load(run: Run, state: Mapping[str, Any]) -> None:
 def _attached(run: Run) -> str:
     engine = engine_of(run)
     world, model, ranks = engine.replicas.world, engine.model, engine.ranks
-    people = f"{ranks.islands} islands of {ranks.shards}" if ranks.sharded else f"{world} ranks"
+    people = f"{ranks.islands} islands of {ranks.shards}" if ranks.sharded else "1 rank" if world == 1 else f"{world} ranks"
     count = sum(parameter.numel() for parameter in model.parameters())
     share = _share(run.strategy, model, world)
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in engine.optimizers)
@@ -213,6 +213,8 @@ def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
     """How much it sends, where that is known."""
     if strategy.advised is not None:
         return ": it trains as ddp() until it has chosen"
+    if world == 1:
+        return ", which is alone: nothing is sent"
     plain = predict("ddp()", model, world_size=world)
     if strategy.cycle is None or not plain.wire_bytes:
         return ""

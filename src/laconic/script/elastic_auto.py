@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.elastic import ElasticRun, Membership, attach
+from laconic.elastic.membership import LOOPBACK
 from laconic.script.auto import around_building
 from laconic.script.messages import log
 from laconic.strategies.parsing import strategy as read
 
-WORKER, MIN_REPLICAS = "LACONIC_WORKER", "LACONIC_MIN_REPLICAS"
+WORKER, MIN_REPLICAS, BIND = "LACONIC_WORKER", "LACONIC_MIN_REPLICAS", "LACONIC_BIND"
 
 
 class ElasticAuto:
@@ -45,7 +46,7 @@ class ElasticAuto:
             return  # they may be built yet
         inner = {id(value) for one in over for value in vars(one).values() if isinstance(value, Optimizer)}
         assert isinstance(ddp, DistributedDataParallel)
-        membership = Membership(name=os.environ.get(WORKER))
+        membership = Membership(name=os.environ.get(WORKER), bind=os.environ.get(BIND, LOOPBACK))
         optimizers = [one for one in over if id(one) not in inner]
         run = attach(ddp.module, optimizers, self.strategy, membership, min_replicas=int(os.environ.get(MIN_REPLICAS, "1")))
         self.run = run.__enter__()  # SIGTERM: it leaves after the step

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from laconic.elastic import lighthouse
-from laconic.elastic.membership import LIGHTHOUSE
-from laconic.script.elastic_auto import MIN_REPLICAS, WORKER
+from laconic.elastic.membership import LIGHTHOUSE, LOOPBACK, listening
+from laconic.script.elastic_auto import BIND, MIN_REPLICAS, WORKER
 
 POLL_SECONDS, LEAVE_SECONDS = 0.2, 40.0
 PAUSE_SECONDS = 1.0  # before a worker is started again; doubled each time
@@ -30,6 +30,7 @@ class Plan:
     max_restarts: int
     deadline_seconds: float
     lighthouse: str | None = None  # of others; None: one is started here
+    bind: str = LOOPBACK  # the address by which others reach this machine
 
 
 @dataclass
@@ -44,29 +45,42 @@ class _Worker:
 
 def run_workers(plan: Plan) -> int:
     """Until all have ended; 0 if any of them came to its end, else the exit code of the first that did not."""
-    if not 1 <= plan.min_replicas <= plan.workers or plan.max_restarts < 0 or plan.deadline_seconds <= 0:
+    if plan.min_replicas < 1 or plan.max_restarts < 0 or plan.deadline_seconds <= 0:
         raise ValueError(
-            "--min-replicas must be from 1 to --nproc-per-node, --max-restarts at least 0, and --deadline-seconds above 0; got "
-            f"{plan.min_replicas} of {plan.workers} workers, {plan.max_restarts} and {plan.deadline_seconds}"
+            "--min-replicas must be at least 1, --max-restarts at least 0, and --deadline-seconds above 0; got "
+            f"{plan.min_replicas}, {plan.max_restarts} and {plan.deadline_seconds}"
         )
+    address = plan.lighthouse or os.environ.get(LIGHTHOUSE)
+    if not address and plan.bind == LOOPBACK and plan.min_replicas > plan.workers:
+        raise ValueError(
+            f"--min-replicas {plan.min_replicas} is more than the {plan.workers} workers of --nproc-per-node, and from other "
+            "machines nobody can join; give this machine's address by --bind, or a --lighthouse of others"
+        )
+    listening(plan.bind).close()  # an error, if this machine has no such address
     with ExitStack() as stack:
-        address = plan.lighthouse or os.environ.get(LIGHTHOUSE)
         if not address:
-            address = stack.enter_context(lighthouse(min_replicas=plan.min_replicas, deadline_seconds=plan.deadline_seconds))
-            _say(f"a lighthouse listens at {address}; other workers join with {LIGHTHOUSE}={address}")
+            host = f"[{plan.bind}]" if ":" in plan.bind else plan.bind
+            # One is enough for a quorum: workers with fewer than min_replicas beside them drop the sync and train on. Else the
+            # last one to end would wait, sync by sync, for those that have ended.
+            address = stack.enter_context(lighthouse(bind=f"{host}:0", deadline_seconds=plan.deadline_seconds))
+            others = f"join with --lighthouse {address} --bind THEIR-ADDRESS"
+            if plan.bind == LOOPBACK:
+                others = "can't join; for that, give this machine's address by --bind"
+            _say(f"a lighthouse listens at {address}; workers on other machines {others}")
         environment = {
             **os.environ,
             LIGHTHOUSE: address,
             "LACONIC_STRATEGY": plan.strategy,
             "LACONIC_ELASTIC": "1",
             MIN_REPLICAS: str(plan.min_replicas),
+            BIND: plan.bind,
         }
         workers = [_Worker(f"{socket.gethostname()}-{number}") for number in range(plan.workers)]
         stopping = stack.enter_context(_stopping())
         try:
             return _supervise(plan, workers, environment, stopping)
         finally:
-            _end(workers)
+            _end(workers, stopping)
 
 
 def _supervise(plan: Plan, workers: Sequence[_Worker], environment: Mapping[str, str], stopping: list[int]) -> int:
@@ -111,7 +125,9 @@ def _start(plan: Plan, place: int, worker: _Worker, environment: Mapping[str, st
     }  # fmt: skip
     if "OMP_NUM_THREADS" not in environment:
         own["OMP_NUM_THREADS"] = "1"
-    return subprocess.Popen([sys.executable, "-m", "laconic.script", *plan.command], env={**environment, **own})
+    command = [sys.executable, "-m", "laconic.script", *plan.command]
+    # Ctrl-C in the terminal reaches the launcher alone, which asks its workers to leave in order.
+    return subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
 
 
 @contextmanager
@@ -130,17 +146,19 @@ def _stopping() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _end(workers: Sequence[_Worker]) -> None:
-    """Whoever is still there is asked to leave, and killed if it doesn't."""
+def _end(workers: Sequence[_Worker], stopping: Sequence[int]) -> None:
+    """Whoever is still there is asked to leave, and killed if it doesn't, or at a second signal."""
     running = [worker.process for worker in workers if worker.process is not None and worker.process.poll() is None]
+    if running:
+        _say(f"{len(running)} workers take part in one more sync and leave; Ctrl-C again kills them")
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + LEAVE_SECONDS
+    deadline, signals = time.monotonic() + LEAVE_SECONDS, len(stopping)
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline and len(stopping) == signals:
+        time.sleep(POLL_SECONDS)
     for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.kill()
+        process.wait()
 
 
 def _say(sentence: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from laconic.cost.link import parse
 from laconic.script.exit_codes import LOST_A_PEER
@@ -26,9 +26,7 @@ def measure(arguments: Sequence[str], file: Path) -> int:
     seconds of forward, backward and optimizer, `parameters` a shape for each name, `dtype` is that of most of them, and
     `optimizer` is "adam" or "sgd". It is missing where the script made no step that could be timed.
     """
-    from torch.distributed.run import parse_args
-
-    parsed = parse_args(["--standalone", "--nproc-per-node=1", *arguments])  # type: ignore[no-untyped-call]
+    parsed = options(["--standalone", "--nproc-per-node=1", *arguments])
     _check_script(parsed)
     os.environ["LACONIC_ADVISE"] = str(file.resolve())
     os.environ.pop("LACONIC_STRATEGY", None)  # nothing is attached
@@ -36,6 +34,20 @@ def measure(arguments: Sequence[str], file: Path) -> int:
     command = [*script, *parsed.training_script_args]
     parsed.module, parsed.training_script, parsed.training_script_args = True, "laconic.script", command
     return _torchrun(parsed)
+
+
+def options(arguments: Sequence[str]) -> Any:
+    """As torchrun reads them. What it refuses is an error in a line, without a list of all its options."""
+    from torch.distributed.run import get_args_parser
+
+    def refuse(message: str) -> NoReturn:
+        if "training_script" in message:
+            raise ValueError("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
+        raise ValueError(f"torchrun refuses its options: {message}")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser.parse_args(list(arguments))
 
 
 def _check_script(parsed: Any) -> None:
@@ -56,7 +68,7 @@ def _text(strategy: str, risk: str | None) -> str:
         raise ValueError(f"--risk is what auto() may choose, and the strategy is {chosen}; leave it out, or use -s auto")
     if chosen.advised.risk != Advised().risk:
         raise ValueError(f"--risk {risk} and {chosen} both give a risk; give one of them")
-    return str(auto(**{**asdict(chosen.advised), "risk": risk}))
+    return auto(**{**asdict(chosen.advised), "risk": risk}).compared
 
 
 def launch(
@@ -74,15 +86,19 @@ def launch(
     `risk` is that of `auto()`, for other strategies None.
     `island_size` is how many of its processes hold one model together, sharded, or "node"; None: the script knows.
     """
-    from torch.distributed.run import parse_args
-
-    parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    parsed = options(arguments)
     with _path_of(None if parsed.module else parsed.training_script):
         text = _text(strategy, risk)
     _check_script(parsed)
     script = ["-m", parsed.training_script] if parsed.module else [parsed.training_script]
     environment = {"LACONIC_STRATEGY": text}
     if record is not None:
+        try:
+            record.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--record {record} can't be made: {error.strerror}; give a folder that you can write to"
+            ) from error
         environment["LACONIC_RECORD"] = str(record.resolve())
     if tensorboard:
         if record is None:
@@ -121,13 +137,13 @@ def launch_elastic(
     min_replicas: int,
     deadline_seconds: float,
     lighthouse: str | None = None,
+    bind: str | None = None,
 ) -> int:
     """Start a script as workers that may come and go, `--nproc-per-node` of them on this machine; the exit code."""
-    from torch.distributed.run import parse_args
-
+    from laconic.elastic.membership import LOOPBACK
     from laconic.script.elastic_launch import Plan, run_workers
 
-    parsed = parse_args(list(arguments))  # type: ignore[no-untyped-call]
+    parsed = options(arguments)
     with _path_of(None if parsed.module else parsed.training_script):
         text = _text(strategy, None)
     _check_script(parsed)
@@ -140,7 +156,7 @@ def launch_elastic(
     restarts = parsed.max_restarts if any(one.startswith(("--max-restarts", "--max_restarts")) for one in arguments) else 3
     command = [*(["-m"] if parsed.module else []), parsed.training_script, *parsed.training_script_args]
     workers = int(parsed.nproc_per_node)
-    return run_workers(Plan(text, command, workers, min_replicas, restarts, deadline_seconds, lighthouse))
+    return run_workers(Plan(text, command, workers, min_replicas, restarts, deadline_seconds, lighthouse, bind or LOOPBACK))
 
 
 def torchrun(parsed: Any, arguments: Sequence[str]) -> int:

@@ -7,17 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from laconic.script.exit_codes import LOST_A_PEER
-from laconic.script.launch import Rehearsal, torchrun
+from laconic.script.launch import Rehearsal, options, torchrun
 
 WORKER = "laconic.script.probe_worker"
 
 
 def launch(arguments: Sequence[str], out: Path, seconds: float, rehearsal: Rehearsal | None = None) -> int:
     """Start the probe with torchrun's own options; the exit code of the first process that failed, or 0."""
-    from torch.distributed.run import parse_args
-
     given = [str(out.resolve()), repr(seconds)]
-    parsed = parse_args([*arguments, "-m", WORKER, *given])  # type: ignore[no-untyped-call]
+    parsed = options([*arguments, "-m", WORKER, *given])
     if parsed.training_script != WORKER or parsed.training_script_args != given:
         raise ValueError(f"laconic probe takes torchrun's options and no script, got {parsed.training_script!r}")
     nodes, processes = _counts(parsed)
@@ -36,9 +34,7 @@ def launch(arguments: Sequence[str], out: Path, seconds: float, rehearsal: Rehea
 
 def per_host(arguments: Sequence[str]) -> int:
     """Of a rehearsal: with several nodes, those of a node share a link; else each process has its own."""
-    from torch.distributed.run import parse_args
-
-    parsed = parse_args([*arguments, "-m", WORKER])  # type: ignore[no-untyped-call]
+    parsed = options([*arguments, "-m", WORKER])
     nodes, processes = _counts(parsed)
     return int(processes) if nodes != "1" and processes.isdigit() else 1
 
