@@ -3,7 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py checkpoints
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py checkpoints --resume
 
-With GPUs, `accelerate launch` starts it as well; this has not been tried on one.
+About 6 seconds each on 2 cores. Look at the bytes beside those of ddp(), and at the held-out loss: the second command goes on
+from a checkpoint in the middle of a period, and ends in the same loss, digit for digit. With GPUs, `accelerate launch` starts
+it as well; this has not been tried on one.
 """
 
 import argparse
@@ -15,6 +17,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import laconic
 from laconic.integrations.accelerate import attach
 
 
@@ -60,7 +63,9 @@ def main():
             losses = [nn.functional.cross_entropy(model(x), y, reduction="none") for x, y in held_out]
         loss = accelerator.gather(torch.cat(losses)).mean().item()
     stats = run.stats()
-    accelerator.print(f"{given.strategy}: {stats.steps} steps, {stats.wire_bytes:,} bytes, held-out loss {loss:.6f}")
+    plain = laconic.predict("ddp()", model, world_size=accelerator.num_processes, steps=stats.steps).wire_bytes
+    accelerator.print(f"{given.strategy}: {stats.steps} steps, {stats.wire_bytes:,} bytes; ddp() sends {plain:,}")
+    accelerator.print(f"held-out loss {loss:.6f}")
     accelerator.end_training()
 
 

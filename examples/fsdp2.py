@@ -1,8 +1,11 @@
 """A small transformer, sharded by FSDP2 on two islands of two ranks, and averaged between the islands.
 
-torchrun --standalone --nproc-per-node 4 examples/fsdp2.py
-torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --strategy "int8()"
-torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --save checkpoints      # and again: it goes on
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2.py
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --strategy "int8()"
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2.py --save checkpoints      # and again: it goes on
+
+About 12 seconds each on 2 cores. Look at the loss of the islands' mean, and at the last line: each rank sends its own shards
+alone, and few of those.
 """
 
 import argparse

@@ -3,7 +3,9 @@
     python examples/lightning_trainer.py checkpoints                      # the Trainer starts two processes
     python examples/lightning_trainer.py checkpoints --resume epoch=0     # goes on from there, to the same bits
 
-The same without the callback is plain DDP. `metrics.csv` in the folder has the bytes, waits and drift as `laconic/...`.
+About 9 seconds each on 2 cores. Look at the bytes beside those of ddp(), and at the held-out loss, which is the same for both
+commands, digit for digit. The same without the callback is plain DDP. `metrics.csv` in the folder has the bytes, waits and
+drift as `laconic/...`.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import laconic
 from laconic.integrations.lightning import LaconicCallback
 
 
@@ -71,8 +74,10 @@ def main():
     trainer.fit(model, DataLoader(data(1, 4096), batch_size=32), held_out, ckpt_path=path)
     (found,) = trainer.validate(model, held_out, verbose=False)
     if trainer.is_global_zero:
-        stats, loss = hook.run.stats(), found["val_loss"]
-        print(f"{given.strategy}: {stats.steps} steps, {stats.wire_bytes:,} bytes, held-out loss {loss:.6f}", flush=True)
+        stats = hook.run.stats()
+        plain = laconic.predict("ddp()", model, world_size=2, steps=stats.steps).wire_bytes
+        print(f"{given.strategy}: {stats.steps} steps, {stats.wire_bytes:,} bytes; ddp() sends {plain:,}")
+        print(f"held-out loss {found['val_loss']:.6f}", flush=True)
 
 
 if __name__ == "__main__":

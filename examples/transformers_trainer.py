@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py checkpoints
     torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py checkpoints --resume checkpoint-33
 
-The model is a small one with random weights, so that nothing is downloaded. Its own weights are frozen. What is trained are
-low-rank adapters beside its attention, written here in ten lines; PEFT's do the same. Only the adapters are sent.
+About 12 seconds each on 2 cores. Look at the bytes beside those of ddp(), and at the held-out loss, which is the same for both
+commands, digit for digit. The model has random weights, so that nothing is downloaded; they are frozen. What is trained, and
+sent, are low-rank adapters beside its attention, written here in ten lines; PEFT's do the same.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
+import laconic
 from laconic.integrations.transformers import LaconicTrainer
 
 
@@ -80,9 +82,9 @@ def main():
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():
-        trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
         stats = trainer.laconic_run.stats()
-        print(f"{given.strategy}: {stats.steps} steps, {trained:,} trained numbers, {stats.wire_bytes:,} bytes", flush=True)
+        plain = laconic.predict("ddp()", trainer.model, world_size=arguments.world_size, steps=stats.steps).wire_bytes
+        print(f"{given.strategy}: {stats.steps} steps, {stats.wire_bytes:,} bytes; ddp() sends {plain:,}", flush=True)
         print(f"held-out loss {loss:.6f}", flush=True)
     del trainer  # it holds the process group; without it, gloo's threads end before Python does
     torch.distributed.destroy_process_group()

@@ -56,6 +56,11 @@ def test_what_is_predicted_says_of_how_many_steps_it_is() -> None:
         assert (found.wire_bytes_per_step, found.payload_bytes_per_step, found.collectives_per_step) == (
             (found.wire_bytes / steps, found.payload_bytes / steps, found.collectives / steps) if steps else (0.0, 0.0, 0.0)
         )
+    for wrong in ({"world_size": "8"}, {"world_size": 2.0}, {"steps": "3"}, {"sizes": {"node": "2"}}, {"shards": None}):
+        with pytest.raises(TypeError, match="must be a whole number, such as 8, got"):
+            laconic.predict("ddp()", nn.Linear(2, 2), **{"world_size": 2, **wrong})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got int"):
+        laconic.predict("ddp()", 3, world_size=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="steps must be 0 or more, got -1"):
         laconic.predict("ddp()", layer, world_size=4, steps=-1)
 

@@ -28,7 +28,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_a_submodule_never_hides_a_public_name() -> None:
     code = "import laconic.run.attach, laconic.forecast, laconic.strategies.strategy, laconic.comm.exchange; import laconic; "
-    code += "names = set(laconic.__all__) - {'checkpoint', 'compat'}; "
+    code += "names = set(laconic.__all__) - set(laconic._PACKAGES); "
     code += "assert all(type(getattr(laconic, n)).__name__ != 'module' for n in names)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -36,7 +36,9 @@ def test_a_submodule_never_hides_a_public_name() -> None:
 def test_packages_come_with_the_first_use_of_their_names() -> None:
     code = "import laconic; laconic.compat.ddp_comm_hooks.powerSGD_hook.PowerSGDState; "
     code += "laconic.compat.optim.PostLocalSGDOptimizer; "
-    code += "laconic.compat.model_averaging.averagers.PeriodicModelAverager; laconic.checkpoint.save"
+    code += "laconic.compat.model_averaging.averagers.PeriodicModelAverager; laconic.checkpoint.save; laconic.elastic.attach; "
+    code += "import sys; assert not hasattr(laconic.integrations, 'nothing'); "
+    code += "assert not {'torchft', 'transformers', 'lightning_fabric'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

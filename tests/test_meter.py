@@ -378,7 +378,10 @@ def test_a_run_is_watched_while_it_goes_on_and_after_its_end(tmp_path: Path) -> 
         more.write(json.dumps({"kind": "end", "time": 0.0}) + "\n")
     console = Console(record=True, width=120)
     watch(tmp_path, console)  # comes back, because it has ended
-    assert "ended" in console.export_text()
+    shown_at_the_end = console.export_text()
+    assert "ended" in shown_at_the_end
+    assert "bytes/step: what a rank put on the cable" in " ".join(shown_at_the_end.split()), "its columns are explained"
+    assert "last sync:" not in shown_at_the_end, "and no more than there is"
     text = run_page.write(tmp_path).read_text()
     assert "&lt;b&gt;int8()&lt;/b&gt;" in text
     assert "<b>int8()" not in text

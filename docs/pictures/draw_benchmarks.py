@@ -1,22 +1,19 @@
-"""Draw the pictures of docs/benchmarks.md from benchmarks/results: `python docs/pictures/draw_benchmarks.py`.
-
-Plotly's figures as a headless Chromium shows them. Every number comes from a result file.
-"""
+"""Draw the pictures of docs/benchmarks.md from benchmarks/results. Every number comes from a result file."""
 
 import json
-import shutil
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
-from playwright.sync_api import sync_playwright
-from plotly.subplots import make_subplots
+import charts as c
+import drawing as d
+from charts import Axis, Point, Row, Series
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks/results"
-OURS, THEIRS, LIMIT = "#1f5fa8", "#b3b3b3", "#d9d9d9"
-COLOURS = ("#b3b3b3", "#1f5fa8", "#c0562f", "#4d8b5a", "#8a5fa8", "#c9a227")  # of families, one each
+TOP = 32
+LINKS = {"none": "no limit", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s", "10mbit": "10 Mbit/s"}
+WORLDS = (2, 4, 8, 16, 64, 256)
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -29,159 +26,145 @@ def short(name: str) -> str:
     return name.partition("(24, fragments")[0] if "streaming_diloco(" in name else name
 
 
-def colour(name: str) -> str:
-    return LIMIT if "silent" in name else OURS if "laconic" in name else THEIRS
+def head(title: str, note: str) -> tuple[list[str], float]:
+    """The title, a note below it, and the y below both."""
+    body = [*d.lines(d.EDGE, TOP, title, "title")]
+    y = TOP + d.LINE * len(body)
+    notes = d.lines(d.EDGE, y, note, "note")
+    return [*body, *notes], y + d.LINE * len(notes)
 
 
-def rates() -> go.Figure:
-    links = [link for link in ("none", "1gbit", "100mbit", "10mbit") if (RESULTS / f"rates-{link}.json").exists()]
-    figure = make_subplots(
-        cols=len(links), shared_yaxes=True, subplot_titles=[f"link: {link}" for link in links], horizontal_spacing=0.02
-    )
-    for column, link in enumerate(links, 1):
-        found = [row for row in rows(f"rates-{link}") if row["share of the silent rate"]][::-1]
-        shares, errors = [[float(row[key]) for row in found] for key in ("share of the silent rate", "+-")]
-        names = [short(row[""]) for row in found]
-        figure.add_bar(
-            x=shares, y=names, orientation="h", marker_color=[colour(name) for name in names],
-            text=[f"{share:.2f}" for share in shares], textposition="inside", insidetextanchor="start",
-            error_x={"array": errors}, row=1, col=column,
-        )  # fmt: skip
-        figure.update_xaxes(range=[0, 1.2], row=1, col=column)
-    return figure.update_layout(title="Share of the rate without communication", height=520, width=1150, showlegend=False)
+def rates() -> str:
+    """Marks for each link, a row for each method."""
+    title = "Share of the rate without communication"
+    styles = dict(zip(LINKS, zip(c.PAINTS, c.SHAPES, strict=False), strict=False))
+    found: dict[str, list[tuple[str, str, Point]]] = {}
+    for link, (colour, shape) in styles.items():
+        for row in rows(f"rates-{link}"):
+            if row["share of the silent rate"]:
+                share, error = float(row["share of the silent rate"]), float(row["+-"])
+                found.setdefault(short(row[""]), []).append((colour, shape, Point(share, 0, error)))
+    body, y = head(title, "4 workers, links of four rates. Lines: standard errors.")
+    samples, y = d.legend(y, [(d.mark(styles[link][1], styles[link][0], 0, 0), words) for link, words in LINKS.items()])
+    listed = [Row(name, marks, name.startswith("laconic")) for name, marks in found.items()]
+    marks, y = c.rows(y + 22, Axis(0, 1.12, (0, 0.25, 0.5, 0.75, 1), "1: as fast as without communication"), listed)
+    return d.picture(title, f"{', '.join(found)}: the table below has the numbers.", y + 20, [*body, *samples, *marks])
 
 
-def learning() -> go.Figure:
-    figure = go.Figure()
+def learning() -> str:
+    title = "Loss for seconds, 100 Mbit/s"
     curves = json.loads((RESULTS / "learning_curves.json").read_text())
-    for name, curve in curves.items():
-        if "longer" not in name:
-            figure.add_scatter(
-                x=[point[0] for point in curve], y=[point[1] for point in curve], name=name, mode="lines+markers"
-            )
-    figure.update_xaxes(title="seconds", type="log").update_yaxes(title="held-out loss")
-    return figure.update_layout(title="Loss for seconds, 100 Mbit/s, equal samples (first seed)", height=480, width=1000)
+    found = [
+        Series(name, [Point(*point) for point in curve], c.PAINTS[place % 7], c.SHAPES[place % 6], c.DASHES[place % 3], True)
+        for place, (name, curve) in enumerate((name, curve) for name, curve in curves.items() if "longer" not in name)
+    ]
+    body, y = head(title, "Held-out loss, equal samples for all, first seed.")
+    axes = Axis(5, 250, (5, 10, 20, 50, 100, 200), "seconds", log=True), Axis(2.4, 3.1, (2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0))
+    lines, y = c.plane(y, 400, *axes, found)
+    samples, y = d.legend(y + 34, [(series.sample, series.name) for series in found])
+    return d.picture(title, f"Curves of {', '.join(each.name for each in found)}.", y - 6, [*body, *lines, *samples])
 
 
-def growth() -> go.Figure:
-    figure = go.Figure()
-    for row in rows("growth"):
-        worlds = {int(key[2:]): float(value) for key, value in row.items() if key.startswith("N=")}
-        dash = "dot" if row[""].startswith("torch") else "dash" if "phases=1" in row[""] else "solid"
-        figure.add_scatter(x=list(worlds), y=list(worlds.values()), name=row[""], mode="lines+markers", line_dash=dash)
-    figure.update_xaxes(title="ranks", type="log", tickvals=[2, 4, 8, 16, 64, 256]).update_yaxes(
-        title="bytes sent, in sizes of the gradient", type="log"
-    )
-    return figure.update_layout(title="Bytes of one rank as the world grows", height=480, width=1000)
+def growth() -> str:
+    title = "Bytes of one rank as the world grows"
+    found = []
+    for place, row in enumerate(rows("growth")):
+        points = [Point(world, float(row[f"N={world}"])) for world in WORLDS]
+        growing = row[""].startswith("torch") or "phases=1" in row[""]
+        name = row[""].removeprefix("laconic ")
+        dash = c.DASHES[2] if growing else c.DASHES[0]
+        found.append(Series(name, points, c.PAINTS[place % 7], c.SHAPES[(place + place // 6) % 6], dash, True))
+    body, y = head(title, "Sent, in sizes of the gradient. Dashed: everybody sends to everybody.")
+    ticks = (0.01, 0.1, 1, 10, 100)
+    axes = Axis(2, 256, WORLDS, "ranks", log=True), Axis(0.004, 100, ticks, log=True)
+    lines, y = c.plane(y, 440, *axes, found)
+    samples, y = d.legend(y + 34, [(series.sample, series.name) for series in found])
+    return d.picture(title, f"Lines of {', '.join(each.name for each in found)}.", y - 6, [*body, *lines, *samples])
 
 
-def compressors() -> go.Figure:
+def compressors() -> str:
+    title = "Time of compressors, relative to torch's hook"
     found = rows("compressor_cost")
-    names = list(dict.fromkeys(f"{row['reducer']}<br>against {row['against']}" for row in found))[::-1]
-    figure = go.Figure()
-    for processes, paint in ((4, LIMIT), (2, THEIRS), (1, OURS)):
-        times = {f"{row['reducer']}<br>against {row['against']}": row for row in found if row["processes"] == processes}
-        figure.add_bar(
-            x=[float(times[name]["relative"]) for name in names],
-            error_x={"array": [float(times[name]["+-"]) for name in names]},
-            y=names,
-            orientation="h",
-            marker_color=paint,
-            name=f"{processes} processes" if processes > 1 else "1 process",
-        )
-    figure.add_vline(x=1, line_dash="dot")
-    figure.update_xaxes(type="log", title="time, relative to torch's hook")
-    figure.update_layout(legend_traceorder="reversed")
-    return figure.update_layout(title="Compressing 19 MB of gradients, kernels compiled, two cores", height=900, width=1000)
+    styles = {1: ("blue", "circle"), 2: ("red", "triangle"), 4: ("green", "square")}
+    listed = []
+    for name, against in dict.fromkeys((row["reducer"], row["against"]) for row in found):
+        marks = [
+            (*styles[row["processes"]], Point(float(row["relative"]), 0, float(row["+-"])))
+            for row in found
+            if (row["reducer"], row["against"]) == (name, against) and row["processes"] in styles
+        ]
+        listed.append(Row(f"{name.replace('ErrorFeedback', 'EF')}, {against.removesuffix('_hook')}", marks))
+    note = "19 MB of gradients, kernels compiled, two cores. EF: ErrorFeedback. Behind the comma: torch's hook."
+    body, y = head(title, note)
+    words = {1: "1 process", 2: "2 processes", 4: "4 processes"}
+    samples, y = d.legend(y, [(d.mark(shape, colour, 0, 0), words[count]) for count, (colour, shape) in styles.items()])
+    axis = Axis(0.2, 14, (0.25, 0.5, 1, 2, 4, 8), "left of 1: faster than torch's hook", log=True)
+    marks, y = c.rows(y + 22, axis, listed, limit=1)
+    return d.picture(title, f"{', '.join(row.words for row in listed)}.", y + 20, [*body, *samples, *marks])
 
 
-def frontier() -> go.Figure:
+def frontier() -> str:
+    title = "Loss above DDP's, in %, for bytes: AdamW"
     found = [row for row in rows("frontier") if row["family"]]
-    every = dict.fromkeys(row["setting"] for row in found)
-    settings = [name for name in every if name.startswith("transformer") and ", adamw" in name]
-    figure = make_subplots(1, len(settings), subplot_titles=[name.replace(", adamw", "<br>adamw") for name in settings])
-    colours = dict(zip(dict.fromkeys(row["family"] for row in found), COLOURS, strict=False))
-    for place, setting in enumerate(settings, 1):
-        for family, colour in colours.items():
-            points = [row for row in found if (row["setting"], row["family"]) == (setting, family)]
-            points.sort(key=lambda row: float(row["bytes"].split("/")[1]))
-            losses = [[float(part) for part in row["above ddp, %"].split(" ± ")] for row in points]
-            figure.add_scatter(
-                x=[float(row["bytes"].split("/")[1]) for row in points],
-                y=[mean for mean, _ in losses],
-                error_y={"array": [spread for _, spread in losses], "thickness": 1},
-                text=[row["strategy"] for row in points],
-                name=family,
-                mode="markers",
-                marker={"color": colour, "size": 9},
-                legendgroup=family,
-                showlegend=place == 1,
-                row=1,
-                col=place,
-            )
-    figure.update_xaxes(type="log", title="one in so many of ddp's bytes", tickvals=[4, 8, 16, 32, 64, 128], range=[0.5, 2.2])
-    figure.update_yaxes(title="loss above ddp's, %", col=1)
-    figure.update_yaxes(range=[-1.2, 3])
-    return figure.update_layout(height=440, width=1200)  # the titles of its parts leave no room for one over all
+    settings = [name for name in dict.fromkeys(row["setting"] for row in found) if name.startswith("transformer")]
+    families = dict.fromkeys(row["family"] for row in found)
+    x, y_axis = Axis(3.2, 160, (4, 8, 16, 32, 64, 128), log=True), Axis(-1.2, 3, (-1, 0, 1, 2, 3))
+    body, y = head(title, "The further right, the fewer bytes: one in so many of DDP's. Lines: standard deviations.")
+    styles = {name: (c.PAINTS[place], c.SHAPES[place]) for place, name in enumerate(families)}
+    samples, y = d.legend(y, [(d.mark(shape, colour, 0, 0), name) for name, (colour, shape) in styles.items()])
+    outside = 0
+    for setting in [name for name in settings if ", adamw" in name]:
+        series = []
+        for family, (colour, shape) in styles.items():
+            every = [_point(row) for row in found if (row["setting"], row["family"]) == (setting, family)]
+            inside = [each for each in every if x.low <= each.x <= x.high and y_axis.low <= each.y <= y_axis.high]
+            outside += len(every) - len(inside)
+            series.append(Series(family, inside, colour, shape))
+        body += d.lines(d.EDGE, y + 14, setting, "name")
+        points, y = c.plane(y + 8 + d.LINE * len(d.wrapped(setting)), 260, x, y_axis, series)
+        body += points
+    notes = d.lines(d.EDGE, y + 12, f"{outside} points are outside of these axes; the table has them.", "note")
+    return d.picture(title, f"Families: {', '.join(families)}.", y + 12 + d.LINE * len(notes), [*body, *samples, *notes])
 
 
-def averaging() -> go.Figure:
-    found = [row for row in rows("averaging_cost") if row["who"] != "torch"][::-1]
-    names = [f"{row['who']}: {row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}" for row in found]
-    figure = go.Figure(
-        go.Bar(
-            x=[float(row["best, relative"]) for row in found],
-            y=names,
-            orientation="h",
-            marker_color=OURS,
-            text=[row["best, relative"] for row in found],
-        )
-    )
-    figure.add_vline(x=1, line_dash="dot")
-    return figure.update_layout(
-        title="Averaging 50 million parameters, relative to torch's PeriodicModelAverager", height=400, width=1000
-    )
+def _point(row: dict[str, Any]) -> Point:
+    mean, spread = map(float, row["above ddp, %"].split(" ± "))
+    return Point(float(row["bytes"].split("/")[1]), mean, spread)
 
 
-def startup() -> go.Figure:
-    found = rows("startup")[::-1]
-    figure = go.Figure(
-        go.Bar(
-            x=[float(row["extra ms"]) for row in found],
-            y=[f"{row['command']}<br>above {row['above']}" for row in found],
-            orientation="h",
-            marker_color=OURS,
-            text=[row["extra ms"] for row in found],
-        )
-    )
-    figure.update_xaxes(title="milliseconds")
-    return figure.update_layout(title="Start-up", height=360, width=1000)
+def averaging() -> str:
+    title = "Averaging, relative to torch's PeriodicModelAverager"
+    found = [row for row in rows("averaging_cost") if row["who"] != "torch"]
+    listed = []
+    for row in found:
+        words = f"{row['who']}: {row['what'].split(',')[0]}{', ' + row['link'] if row['link'] else ''}"
+        listed.append((words, float(row["best, relative"]), row["best, relative"]))
+    body, y = head(title, "50 million parameters. The upright line is torch.")
+    bars, y = c.bars(y + 6, 1.02, listed, limit=1)
+    return d.picture(title, ", ".join(f"{words} {shown}" for words, _, shown in listed), y, [*body, *bars])
 
 
-def main() -> None:
-    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser_path is None:
-        raise SystemExit("pictures need Chromium: apt install chromium")
-    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as folder:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        for draw in (rates, learning, frontier, growth, compressors, averaging, startup):
-            try:
-                figure = draw()
-            except FileNotFoundError as error:
-                print(f"not drawn, because there is no {error.filename}: docs/pictures/{draw.__name__}.png")
-                continue
-            figure.update_layout(template="plotly_white", margin={"l": 10, "r": 10, "t": 60, "b": 10})
-            figure.update_yaxes(automargin=True)
-            page = Path(folder, "page.html")
-            figure.write_html(page, include_plotlyjs=True)
-            window = browser.new_page(viewport={"width": figure.layout.width + 20, "height": figure.layout.height + 20})
-            window.goto(page.as_uri())
-            window.wait_for_selector(".plotly .main-svg")
-            window.locator(".plotly-graph-div").screenshot(path=str(HERE / f"{draw.__name__}.png"))
-            window.close()
-            print(f"drawn: docs/pictures/{draw.__name__}.png")
-        browser.close()
+def startup() -> str:
+    title = "Start-up: milliseconds on top"
+    listed = [
+        (f"{row['command']}, above {row['above']}", float(row["extra ms"]), f"{row['extra ms']} ms") for row in rows("startup")
+    ]
+    body, y = head(title, "Medians of 15.")
+    bars, y = c.bars(y + 6, max(value for _, value, _ in listed) * 1.06, listed)
+    return d.picture(title, ", ".join(f"{words} {shown}" for words, _, shown in listed), y, [*body, *bars])
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    each.__name__: each for each in (rates, learning, frontier, growth, compressors, averaging, startup)
+}
+
+
+def draw(name: str) -> str:
+    """One of the PICTURES as SVG."""
+    return PICTURES[name]()
 
 
 if __name__ == "__main__":
-    main()
+    for each in PICTURES:
+        (HERE / f"{each}.svg").write_text(draw(each))
+        print(f"drawn: docs/pictures/{each}.svg")

@@ -1,15 +1,16 @@
-"""Draw docs/pictures/tree.svg: the packages of laconic and which imports which, from the real imports."""
+"""Draw docs/pictures/tree.svg: the packages of laconic and which imports which, from the real imports.
 
-import math
+Lines between so many boxes can't be followed; so each box names what it imports.
+"""
+
 import tomllib
-from collections import Counter
-from html import escape
 from pathlib import Path
 
+import drawing as d
 import grimp
 
 ROOT = Path(__file__).parents[2]
-WIDTH, ROW, HEIGHT, GAP, MARGIN = 1000, 78, 44, 14, 16
+GAP, INSIDE, BAND = 8, 10, 6  # between boxes; from a box to its words; around the boxes of a row
 WORDS = {
     "cli": "the command line",
     "auto": "import laconic.auto",
@@ -35,18 +36,6 @@ WORDS = {
     "comm": "collectives, exchanges, the pipeline",
     "_torch": "the one door to torch's private parts",
 }
-STYLE = """
-text { font: 13px system-ui, sans-serif; text-anchor: middle; fill: #1f2328 }
-text.name { font-weight: 600; font-size: 15px }
-rect { fill: #ddf4ff; stroke: #0969da }
-path { fill: none; stroke: #6e7781; stroke-width: 1.2; marker-end: url(#tip) }
-#tip path { fill: #6e7781; stroke: none; marker-end: none }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 }
-  rect { fill: #121d2f; stroke: #4493f8 }
-  path { stroke: #9198a1 }
-  #tip path { fill: #9198a1 }
-}"""
 
 
 def layers() -> list[list[str]]:
@@ -84,43 +73,38 @@ def _reached(direct: dict[str, set[str]], start: str) -> set[str]:
 
 def draw() -> str:
     """The picture as SVG."""
-    rows, width = layers(), (WIDTH - 2 * MARGIN - 240) / 2
-    place: dict[str, tuple[float, float]] = {}
-    shapes: list[str] = []
-    for number, row in enumerate(rows):
-        y = MARGIN + number * ROW
-        total = len(row) * width + (len(row) - 1) * GAP * 6
-        for index, name in enumerate(row):
-            x = (WIDTH - total) / 2 + index * (width + GAP * 6)
-            place[name] = (x + width / 2, y)
-            middle = x + width / 2
-            shapes.append(f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{HEIGHT}" rx="6"/>')
-            shapes.append(f'<text class="name" x="{middle:.0f}" y="{y + 18}">{escape(name)}</text>')
-            shapes.append(f'<text x="{middle:.0f}" y="{y + 36}">{escape(WORDS[name])}</text>')
-    lines, lanes = [], Counter()  # type: list[str], Counter[str]
-    for upper, lower in sorted(imports([name for row in rows for name in row])):
-        (x1, y1), (x2, y2) = place[upper], place[lower]
-        if round((y2 - y1) / ROW) == 1:
-            lines.append(f'<path d="M{x1:.0f} {y1 + HEIGHT}L{x2:.0f} {y2 - 2}"/>')
-            continue
-        # A line that passes other rows runs between the columns, or beside them.
-        crosses = (x1 - WIDTH / 2) * (x2 - WIDTH / 2) < 0
-        side = "middle" if crosses else "left" if x1 < WIDTH / 2 else "right"
-        lane = {"middle": WIDTH / 2 - 20, "left": 78.0, "right": WIDTH - 78.0}[side]
-        lane += {"middle": 14, "left": -18, "right": 18}[side] * lanes[side]
-        lanes[side] += 1
-        towards = [math.copysign(width / 2, lane - x) for x in (x1, x2)]
-        start, end = f"M{x1 + towards[0]:.0f} {y1 + HEIGHT / 2:.0f}", f"{x2 + towards[1]:.0f}"
-        lines.append(f'<path d="{start}H{lane:.0f}V{y2 + HEIGHT / 2 + 6 * (lanes[side] - 2):.0f}H{end}"/>')
-    tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    tip += '<path d="M0 0L8 4L0 8z"/></marker>'
-    height = 2 * MARGIN + (len(rows) - 1) * ROW + HEIGHT
-    body = "\n".join([*lines, *shapes])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        f'aria-label="the packages of laconic; arrows point to what a package imports">\n<style>{STYLE}\n</style>\n'
-        f"<defs>{tip}</defs>\n{body}\n</svg>\n"
-    )
+    rows = layers()
+    below: dict[str, list[str]] = {name: [] for row in rows for name in row}
+    order = list(below)
+    for name, other in sorted(imports(order), key=lambda pair: order.index(pair[1])):
+        below[name].append(other)
+    title = "The packages of laconic"
+    intro = "A package imports only from rows below its own. → names what it imports, without what follows from others."
+    body = [d.text(d.EDGE, 32, title, "title"), *(notes := d.lines(d.EDGE, 58, intro, "note"))]
+    y = 58 + d.LINE * len(notes) - 4
+    for row in rows:
+        top, columns = y, min(2, len(row))
+        width = (d.WIDTH - 2 * d.EDGE - 2 * BAND - GAP * (columns - 1)) / columns
+        shapes: list[str] = []
+        y += BAND
+        for start in range(0, len(row), 2):
+            found = [_words(name, below[name], width - 2 * INSIDE) for name in row[start : start + 2]]
+            height = d.LINE * max(map(len, found)) + 12
+            for place, words in enumerate(found):
+                x = d.EDGE + BAND + place * (width + GAP)
+                shapes.append(d.box("package", x, y, width, height, 6))
+                shapes += [d.text(x + INSIDE, y + d.LINE * (line + 1) - 2, *each) for line, each in enumerate(words)]
+            y += height + BAND
+        body += [d.box("band", d.EDGE, top, d.WIDTH - 2 * d.EDGE, y - top, 8), *shapes]
+        y += GAP
+    described = ". ".join(f"{name}: {WORDS[name]}; imports {', '.join(below[name]) or 'none'}" for name in order)
+    return d.picture(title, described, y + 2, body)
+
+
+def _words(name: str, below: list[str], width: float) -> list[tuple[str, str]]:
+    """The lines of a box, each with its class."""
+    found = [(name, "name"), *((line, "") for line in d.wrapped(WORDS[name], width))]
+    return [*found, *((line, "note") for line in d.wrapped(f"→ {', '.join(below)}", width) if below)]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from laconic import checkpoint as checkpoint
     from laconic import compat as compat
+    from laconic import elastic as elastic
+    from laconic import integrations as integrations
     from laconic.advisor.attach import attach as attach
     from laconic.comm.bucket import Bucket as Bucket
     from laconic.comm.bucket import Slot as Slot
@@ -61,20 +63,20 @@ if TYPE_CHECKING:
     from laconic.strategies.gradient_recipes import sign as sign
     from laconic.strategies.gradient_recipes import silent as silent
     from laconic.strategies.gradient_recipes import topk as topk
-    from laconic.strategies.local_recipes import diloco as diloco
     from laconic.strategies.local_recipes import hierarchical_sgd as hierarchical_sgd
     from laconic.strategies.local_recipes import local_adam as local_adam
     from laconic.strategies.local_recipes import local_sgd as local_sgd
     from laconic.strategies.local_recipes import post_local_sgd as post_local_sgd
-    from laconic.strategies.local_recipes import slowmo as slowmo
-    from laconic.strategies.local_recipes import sparseloco as sparseloco
-    from laconic.strategies.local_recipes import streaming_diloco as streaming_diloco
     from laconic.strategies.naming import register as register
     from laconic.strategies.outer import Adopt as Adopt
     from laconic.strategies.outer import Nesterov as Nesterov
     from laconic.strategies.outer import Outer as Outer
     from laconic.strategies.outer import OuterOptimizer as OuterOptimizer
     from laconic.strategies.outer import SlowMo as SlowMo
+    from laconic.strategies.outer_recipes import diloco as diloco
+    from laconic.strategies.outer_recipes import slowmo as slowmo
+    from laconic.strategies.outer_recipes import sparseloco as sparseloco
+    from laconic.strategies.outer_recipes import streaming_diloco as streaming_diloco
     from laconic.strategies.parsing import strategy as strategy
     from laconic.strategies.routes import Route as Route
     from laconic.strategies.schedules import QSR as QSR
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from laconic.strategies.strategy import Strategy as Strategy
 
 __version__ = "0.1.0"
+"""The version that is installed, such as "0.1.0"."""
 
 _HOME = {
     "advisor.attach": ["attach"],
@@ -132,18 +135,10 @@ _HOME = {
         "silent",
         "topk",
     ],
-    "strategies.local_recipes": [
-        "diloco",
-        "hierarchical_sgd",
-        "local_adam",
-        "local_sgd",
-        "post_local_sgd",
-        "slowmo",
-        "sparseloco",
-        "streaming_diloco",
-    ],
+    "strategies.local_recipes": ["hierarchical_sgd", "local_adam", "local_sgd", "post_local_sgd"],
     "strategies.naming": ["register"],
     "strategies.outer": ["Adopt", "Nesterov", "Outer", "OuterOptimizer", "SlowMo"],
+    "strategies.outer_recipes": ["diloco", "slowmo", "sparseloco", "streaming_diloco"],
     "strategies.parsing": ["strategy"],
     "strategies.routes": ["Route"],
     "strategies.schedules": ["Every", "Never", "QSR", "Schedule"],
@@ -151,19 +146,101 @@ _HOME = {
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 
-_PACKAGES = ["checkpoint", "compat"]
+_PACKAGES = ["checkpoint", "compat", "elastic", "integrations"]
 
-__all__ = [*_MODULE, "__version__", *_PACKAGES]
+# In full, and in order: type checkers and documentation tools read it without running it.
+__all__ = [
+    "QSR",
+    "Adopt",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "AlternatingPowerSGD",
+    "Averaging",
+    "BatchedPowerSGD",
+    "Bucket",
+    "Cast",
+    "Collective",
+    "CommunicationError",
+    "Deltas",
+    "ErrorFeedback",
+    "Every",
+    "Exact",
+    "Exchange",
+    "Float8",
+    "Forecast",
+    "Meter",
+    "Momentum",
+    "Nesterov",
+    "Never",
+    "Outer",
+    "OuterOptimizer",
+    "PeerError",
+    "PowerSGD",
+    "Quantized",
+    "RandomK",
+    "Reduced",
+    "Reducer",
+    "Release",
+    "ReplicaError",
+    "Route",
+    "Run",
+    "Schedule",
+    "Sign",
+    "Slot",
+    "SlowMo",
+    "Stats",
+    "Strategy",
+    "Ternary",
+    "TopK",
+    "Traffic",
+    "UnevenError",
+    "Warmup",
+    "__version__",
+    "attach",
+    "bf16",
+    "check_replicas",
+    "checkpoint",
+    "compat",
+    "ddp",
+    "diloco",
+    "elastic",
+    "fp8",
+    "fp16",
+    "hierarchical_sgd",
+    "int4",
+    "int8",
+    "integrations",
+    "local_adam",
+    "local_sgd",
+    "onebit_adam",
+    "post_local_sgd",
+    "powersgd",
+    "predict",
+    "probe",
+    "randomk",
+    "register",
+    "sign",
+    "silent",
+    "simulate",
+    "slowmo",
+    "sparseloco",
+    "strategy",
+    "streaming_diloco",
+    "topk",
+]
 
 
-def __getattr__(name: str) -> object:
-    if name in _PACKAGES:
-        return importlib.import_module(f"laconic.{name}")
-    if name not in _MODULE:
-        raise AttributeError(f"module 'laconic' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"laconic.{_MODULE[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return importlib.import_module(f"laconic.{name}")
+        if name not in _MODULE:
+            raise AttributeError(f"module 'laconic' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"laconic.{_MODULE[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
 """`laconic advise`, as a person calls it."""
 
 import json
+import re
 import runpy
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -306,6 +308,30 @@ def test_the_answers_in_the_docs_are_the_tools() -> None:
     page = examples["PAGE"].read_text()
     assert page.count("$ laconic advise") == 7
     assert examples["answered"](page) == page
+
+
+def test_the_tables_in_the_docs_are_the_advisors() -> None:
+    """Where this fails: python docs/choosing_tables.py"""
+    tables = runpy.run_path(str(Path(__file__).parents[2] / "docs/choosing_tables.py"))
+    page = tables["PAGE"].read_text()
+    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == {*tables["CASES"], "links"}
+    assert tables["answered"](page) == page
+
+
+def test_a_table_in_the_docs_says_what_its_command_says() -> None:
+    tables = runpy.run_path(str(Path(__file__).parents[2] / "docs/choosing_tables.py"))
+    case = tables["CASES"]["sgd"]
+    shown = tables["case_table"](case)
+    cells = {name: found for name, *found in ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown[:10])}
+    for place, risk in enumerate(("same", "rounding", "delay", "local")):
+        found = answer(*shlex.split(case.command)[2:], "--risk", risk)
+        (row,) = [row for row in found["rows"] if row["strategy"] == found["choice"]]
+        assert cells["you allow"][place] == f"`--risk {risk}`"
+        assert cells["the choice"][place] == f"`{found['choice']}`"
+        assert cells["rate"][place] == f"{int(100 * row['share'])} %"
+        assert cells["its loss, where measured"][place] == row["loss"]
+        assert float(cells["of which for the strategy"][place]) == pytest.approx(row["extra_memory_bytes"] / 1e9, abs=0.051)
+    assert found["reason"] in " ".join("\n".join(shown[11:]).replace("\n> ", " ").split())
 
 
 def test_what_never_averages_or_chooses_itself_is_no_choice() -> None:

@@ -1,13 +1,14 @@
 """The cost model where its answer is known in closed form."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 
 from laconic.comm import collectives
 from laconic.cost.link import Link
 from laconic.cost.network import BOTH_WAYS, CROSSING_BYTES, HALF_BYTES, HEADERS, Cable, Network, Speed, framing
-from laconic.cost.step_time import Compute, Exchange, Step, slowest_of, step_time
+from laconic.cost.step_time import Compute, Event, Exchange, Step, slowest_of, step_time
 
 RATE = 1_000_000  # bytes a second
 KINDS = ("AllReduce", "AllGather", "AllToAll")
@@ -203,3 +204,32 @@ def test_rounds_of_what_is_outstanding_leave_at_their_steps() -> None:
 def test_compute_is_what_was_given_however_small() -> None:
     tiny = Compute(1e-300, 1e-300)
     assert step_time([Step(after=[exchange(50_000)])], tiny, network()).compute == tiny.seconds
+
+
+def test_a_trace_has_all_that_happens_and_changes_nothing() -> None:
+    steps = [
+        Step([exchange(50_000, 20_000, work=0.01), exchange(90_000, work=0.01)], work=0.002),
+        Step(after=[exchange(30_000)], outstanding=[exchange(200_000, 100_000, work=0.003)], delay=2),
+        Step(),
+    ]
+    over = network(slow_down=0.5, host=1e-7)
+    trace: list[Event] = []
+    found = step_time(steps, COMPUTE, over, cycles=2, trace=trace)
+    assert found == step_time(steps, COMPUTE, over, cycles=2)
+    thread = [event for event in trace if event.what != "wire"]
+    assert thread[0].begin == 0
+    assert [event.begin for event in thread[1:]] == [event.end for event in thread[:-1]], "one after the other, without a gap"
+    second = [event for event in thread if event.begin >= thread[-1].end - 3 * found.seconds - 1e-9]
+    for what, seconds in (
+        ("work", found.work),
+        ("waiting", found.waiting),
+        ("forward", 0.1),
+        ("backward", 0.2),
+        ("optimizer", 0.1),
+    ):
+        spent = sum(event.end - event.begin for event in second if event.what == what)
+        assert spent == pytest.approx(3 * seconds), what
+    wire = [event for event in trace if event.what == "wire"]
+    assert [event.wire_bytes for event in wire[:3]] == [50_000, 90_000, 20_000], "the first bucket's second round goes last"
+    assert all(event.begin >= before.end for before, event in pairwise(wire)), "one round at a time"
+    assert sum(event.wire_bytes for event in wire) == 2 * 490_000

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import laconic
 from laconic.lab import tasks
 from laconic.lab.file_task import TaskError, blame
 from laconic.lab.template import TEMPLATE
@@ -152,6 +153,28 @@ def test_a_file_may_import_its_neighbour(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "laconic_neighbour.py").write_text("def model(): ...\n")
     (tmp_path / "mine.py").write_text(f"{GOOD}from laconic_neighbour import model\n")
     assert tasks.load(str(tmp_path / "mine.py")).name == "mine.py"
+
+
+def test_blame_leaves_out_what_is_inside_torch(tmp_path: Path) -> None:
+    text = "def loss(model, batch):\n  try:\n    return model(batch)\n  except RuntimeError as error:\n"
+    text += "    raise KeyError from error\n"
+    (tmp_path / "mine.py").write_text(f"{GOOD}def model(): ...\n{text}")
+    task = tasks.load(str(tmp_path / "mine.py"))
+    with pytest.raises(KeyError) as caught:
+        task.loss(torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.zeros(1, 3))
+    said = blame(caught.value, str(tmp_path.resolve() / "mine.py"))
+    assert "torch/nn" not in said
+    assert "mat1 and mat2 shapes cannot be multiplied" in said, "the error that it came from"
+    assert [line.strip() for line in said.splitlines() if "File" in line] == [
+        f'File "{tmp_path.resolve()}/mine.py", line {line}, in loss' for line in (8, 10)
+    ]
+    assert said.endswith("frames inside torch and laconic are left out)")
+
+
+def test_what_laconic_refuses_is_said_without_its_frames() -> None:
+    with pytest.raises(ValueError, match="rank must be") as caught:
+        laconic.powersgd(rank=0)
+    assert blame(caught.value, "mine.py") == "ValueError: powersgd: rank must be a whole number, at least 1, got 0"
 
 
 def test_blame_begins_with_the_users_frames(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """One worker, alone in this process: what it tells."""
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 from laconic.lab import worker
 from laconic.lab.template import TEMPLATE
 from laconic.lab.trainee import build
+from laconic.report.live_comparison import Board
 
 SLOW_AT_THE_END = """
 import time
@@ -137,3 +141,21 @@ def test_a_run_of_so_many_seconds_begins_in_the_warm_start_and_its_schedule_ends
     looks = [facts for facts in told if facts["kind"] == "look"]
     assert looks[-1]["step"] == plan
     assert 0.3 < looks[-1]["seconds"] < 1.5
+
+
+def test_what_a_task_prints_is_told_line_by_line_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(worker, "MOST_SAID", 2)
+    with redirect_stdout(worker.Said()):
+        print("a", "b", sep="\n", end="")
+        print("c" * 5000)
+        print("one more\nand another")
+    told = [json.loads(line.removeprefix(worker.LINE_PREFIX)) for line in capfd.readouterr().out.split("\n") if line]
+    lines = ["a", "bc" + "c" * (worker.MOST_CHARACTERS - 2), "(more than 2 lines; the rest is left out)"]
+    assert told == [{"kind": "said", "rank": "3", "line": line} for line in lines]
+    console = Console(width=100, file=io.StringIO())
+    with Board(console, ["ddp()"], "100 steps", seeds=1) as board:
+        board.heard("ddp()", told[0])
+    assert console.file.getvalue() == "ddp(), worker 3 prints: a\n"  # type: ignore[attr-defined]

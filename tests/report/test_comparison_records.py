@@ -134,6 +134,9 @@ def test_a_task_that_has_changed_is_not_resumed(tmp_path: Path) -> None:
     again = begin(comparison)
     resumed(again, comparison, tmp_path)
     assert again.runs == first.runs
+    other_words = Comparison(str(task), ["ddp(warmup=0)"], 2, steps=10)
+    resumed(again, other_words, tmp_path)
+    assert [run.strategy for run in again.runs] == ["ddp(warmup=0)"], "the same, as it is written today"
     task.write_text("x = 2")
     with pytest.raises(ValueError, match=r"mine.py is not what it was when .* was made \(sha256:.*leave --resume away"):
         resumed(begin(comparison), comparison, tmp_path)

@@ -216,7 +216,7 @@ def resume(rank: int) -> None:
     new.load_state_dict({**saved["run"], "strategy": "ddp(reducer=Cast('bf16'), warmup=3)"})  # the same, in other words
     new.load_state_dict(saved["run"])
     assert new.stats().steps == 4
-    with pytest.warns(UserWarning, match=r"the state is of ddp\(\), and the run goes on by bf16\(warmup=3\)"):
+    with pytest.warns(UserWarning, match=r"the state is of ddp\(warmup=0\), and the run goes on by bf16\(warmup=3\)"):
         new.load_state_dict({**saved["run"], "strategy": "ddp( warmup=0 )"}, strict=False)
     assert str(new.strategy) == "bf16(warmup=3)"
     new.load_state_dict(saved["run"])

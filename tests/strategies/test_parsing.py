@@ -27,7 +27,8 @@ def test_every_recipe_works_without_arguments_and_gives_its_text_back(name: str)
 def test_arguments_come_back(warmup: int) -> None:
     text = str(laconic.bf16(warmup=warmup))
     assert laconic.strategy(text) == laconic.bf16(warmup=warmup)
-    assert text == (f"bf16(warmup={warmup})" if warmup else "bf16()")
+    assert text == f"bf16(warmup={warmup})", "as it was given, also where it is the default"
+    assert laconic.bf16(warmup=warmup).compared == (text if warmup else "bf16()")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,21 @@ def test_arguments_come_back(warmup: int) -> None:
         ("Cast('bf16')", "is no strategy; to average gradients by a reducer write ddp(reducer=Cast('bf16'))"),
         ("", "write a strategy as name(key=value, ...)"),
         ("3", "'3' is no strategy; write one such as bf16()"),
-        ("Nesterov()", "'Nesterov()' is no strategy; write one such as bf16()"),
+        (
+            "Nesterov()",
+            "'Nesterov()' is no strategy: an outer optimizer steps by averaged deltas; write diloco(outer=Nesterov())",
+        ),
+        ("QSR(4, 0.02)", "is no strategy: a schedule says when replicas are averaged; write local_sgd(QSR(4, 0.02))"),
+        ("Route(())", "is no strategy: Route is a part of one"),
+        ("INT8()", "unknown name 'INT8'; did you mean 'int8'?"),
+        ("PowerSgd(rank=2)", "did you mean 'powersgd'?"),
+        ("ddp(reducer=powersg())", "did you mean 'PowerSGD'?"),
+        (
+            "ddp(reducer=int8())",
+            "reducer can't be a strategy, and int8() is one; use reducer=Quantized(bits=8), or int8() by itself",
+        ),
+        ("diloco(int8())", "diloco: period can't be a strategy, and int8() is one; use int8() by itself"),
+        ("ddp(reducer=ErrorFeedback(int8()))", "inner must be a Reducer such as Cast('bf16'), got int8(), which is a strategy"),
         ("hierarchical_sgd({[4]: 'node'})", "the keys of a mapping must be numbers, texts or the like"),
         ("-" * 5000 + "1", "the text is too deeply nested to be a strategy: ---"),
         ("hierarchical_sgd({4: 'é'}, warmpu=2)", f"\n  {' ' * 27}{'^' * 8}"),  # below the word, not as many bytes to the right
@@ -108,8 +123,17 @@ def test_an_error_inside_a_text_says_where_it_is(text: str, wanted: str) -> None
 
 
 def test_only_texts_and_strategies() -> None:
-    with pytest.raises(TypeError, match="a Strategy or a text such as 'bf16\\(\\)', got int"):
-        laconic.strategy(3)  # type: ignore[arg-type]
+    for thing, wanted in (
+        (3, "a Strategy or a text such as 'bf16()', got int"),
+        (laconic.QSR(4, 0.02), "got QSR: a schedule says when replicas are averaged; write local_sgd(QSR(base=4, alpha=0.02))"),
+        (laconic.Cast("fp16"), "got Cast; to average gradients by a reducer write ddp(reducer=Cast(dtype='fp16'))"),
+        (laconic.Cast, "got Cast; call it: Cast()"),
+        (laconic.int8, "got int8; call it: int8()"),
+    ):
+        with pytest.raises(TypeError, match=re.escape(wanted)):
+            laconic.strategy(thing)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=re.escape("got <class 'laconic.reducers.cast.Cast'>; give an instance, Cast()")):
+        laconic.ddp(reducer=laconic.Cast)  # type: ignore[arg-type]
 
 
 def test_schedules_refuse_what_makes_no_sense() -> None:

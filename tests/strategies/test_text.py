@@ -102,6 +102,29 @@ def test_a_changed_recipe_does_not_keep_the_recipe_s_text() -> None:
     assert laconic.strategy(str(changed)) == changed
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "powersgd(rank=4)",
+        "streaming_diloco(period=32, fragments=4, delay=4)",
+        "ddp(reducer=ErrorFeedback(inner=PowerSGD(rank=1)))",
+        "ddp(reducer=Warmup(start=0, inner=Quantized(bits=8)), warmup=0)",
+        "diloco(period=32, outer=None)",
+    ],
+)
+def test_a_text_shows_what_was_given_and_ranks_compare_what_it_is(text: str) -> None:
+    made = laconic.strategy(text)
+    assert str(made) == repr(made) == text
+    assert laconic.strategy(text) == laconic.strategy(str(made))
+    assert laconic.strategy(made.compared) == made
+
+
+def test_two_ways_to_write_the_same_call_compare_as_one() -> None:
+    written = [laconic.diloco(), laconic.diloco(32), laconic.strategy("diloco(period=32, outer_lr=0.7)")]
+    assert len({str(one) for one in written}) == 3
+    assert {one.compared for one in written} == {"diloco()"}
+
+
 def test_a_part_that_has_no_name_is_not_given_one() -> None:
     @dataclass(frozen=True)
     class Hidden(laconic.Reducer):

@@ -52,7 +52,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy over the network in question."""
+    """One strategy over the network in question.
+
+    Fields:
+      `strategy`: its text.
+      `risk`: the class of what it does to the training.
+      `words`: what is known of its loss.
+      `time`: a step's seconds: `.seconds`, and of these `.compute`, `.work` and `.waiting`.
+      `wire_bytes_per_step`: what a worker's cable carries on average, or that of a node whose workers share one.
+      `extra_memory_bytes`: what it keeps on each rank, beside model and optimizer.
+      `refused`: why it can't be chosen. Default "": it can.
+      `steps`: what it sends in each step of its cycle. Default ().
+    """
 
     strategy: str
     risk: Risk
@@ -60,17 +71,17 @@ class Row:
     time: StepTime
     wire_bytes_per_step: float
     extra_memory_bytes: float
-    refused: str = ""  # why it can't be chosen
+    refused: str = ""
     steps: Sequence[Step] = field(default=(), repr=False, compare=False)
 
     @property
     def share(self) -> float:
-        """Of the rate without communication."""
+        """Its share of the rate without communication, from 0 to 1."""
         return self.time.share
 
     @property
     def bytes_per_day(self) -> float:
-        """On a cable, if training goes on all day."""
+        """What a cable carries in a day, if training goes on all day."""
         return self.wire_bytes_per_step * DAY / self.time.seconds if self.time.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,13 +105,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """A row for each family of strategies, from mild to strong, and the choice."""
+    """The advisor's answer: a row for each family of strategies, from mild to strong, and the choice.
+
+    `run.advice()` of a run by `auto()` returns it.
+
+    Fields:
+      `rows`: a `Row` for each family.
+      `choice`: the one of the strategy that is chosen.
+      `reason`: why, in a sentence or two.
+      `share`: the share of the rate without communication that was wanted.
+      `risk`: the strongest class of risk that was allowed.
+    """
 
     rows: list[Row]
     choice: Row
     reason: str
-    share: float  # that was wanted
-    risk: Risk  # that was allowed
+    share: float
+    risk: Risk
 
     @property
     def reached(self) -> bool:

@@ -28,24 +28,41 @@ def attach(
 ) -> Run:
     """Train `model` by `strategy`, with the loop as it is.
 
-    All ranks call this together. They compare what they were given, and any difference is an error on all of them.
+    All ranks call this together, after `init_process_group`. Use what it returns as a context manager around the loop: at the
+    end of the block the replicas become equal. The run's clock counts attempted optimizer steps, however many backward passes
+    each takes. A model starts on all ranks with the first one's numbers, or on all islands with the first island's. (A
+    DistributedDataParallel has seen to it itself.)
 
-    - `model`: a DistributedDataParallel; or one that is sharded over islands of ranks, by `fully_shard` or tensor parallelism;
-      or any module, where the strategy never averages gradients. But for a DistributedDataParallel, which has seen to it
-      itself, a model starts on all ranks with the first one's numbers, or on all islands with the first island's.
-    - `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
-    - `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`. With `"auto()"` the advisor chooses one
-      in the first steps: `run.advice()` has the reason.
-    - `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too.
-    - `uneven`: what happens where ranks run out of batches at different steps. "error" names them; "stop" lets all stop
-      together, for the price of a one-byte collective before each exchange.
-    - `mesh`: its dimensions can be named as subgroups in the strategy, as in `post_local_sgd(subgroup="inner")`. Of a sharded
-      model, the mesh of its islands: the dimension `replicate` counts them, and the others are inside of an island.
-    - `check_every`: replicas are compared after every so many syncs, or steps where there are no syncs; 0: never. See
-      `check_replicas`.
-    - `fused`: whether encoding and decoding run compiled, to the same bits. "auto": on a CPU with a C++ compiler, which runs
-      once a machine, in a process of its own; nobody waits for it. True: always, and `attach` waits for the compiler. False:
-      never.
+    Bytes: those of the strategy, and a digest of 100 bytes to each rank. A model that is no DistributedDataParallel costs
+    (N-1) * n * itemsize more, once, for N ranks and n numbers.
+
+    Memory: that of the strategy.
+
+    Not: a parameter that is frozen now is never averaged, even if it is trained later. Refused, with the reason: sparse
+    gradients, DDP's `mixed_precision=`, a DDP that has a communication hook, and FSDP1. Nothing here has run on a GPU.
+
+    Arguments:
+      `model`: a DistributedDataParallel; or a model that is sharded over islands of ranks, by `fully_shard` or tensor
+        parallelism; or any module, if the strategy never averages gradients.
+      `optimizer`: the optimizer over the model's parameters, or a list of several. A step is complete when each has made one.
+      `strategy`: an object such as `laconic.diloco(32)`, or its text, `"diloco(32)"`. With `"auto()"` the advisor chooses one
+        in the first steps; `run.advice()` has the reason.
+      `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too. Default None.
+      `uneven`: what happens when ranks run out of batches at different steps. "error": all ranks raise an UnevenError that
+        names them. "stop": all ranks stop together, for a one-byte collective before each exchange. Default "error".
+      `mesh`: a DeviceMesh whose dimensions the strategy can name as subgroups, as in `post_local_sgd(subgroup="inner")`. Of a
+        sharded model, the mesh of its islands. Default None: a subgroup is "node", or a number of ranks.
+      `replicate`: of a sharded model, the dimension of `mesh` that counts the islands; the others are inside an island.
+        Default "replicate".
+      `check_every`: compare the replicas after every so many syncs, or steps if the strategy has no syncs; 0: never. See
+        `check_replicas`. Default 0.
+      `fused`: whether encoding and decoding run compiled, to the same bits. "auto": on a CPU with a C++ compiler, which runs
+        once a machine in a process of its own, and nobody waits for it; $LACONIC_FUSED, 0 or 1, stands for it. True: always,
+        and `attach` waits for the compiler. False: never. Default "auto".
+
+    Ranks compare what they were given, before anything is changed. Where it differs, or can't be used on one of them, every
+    rank raises a ValueError or a TypeError that says what and where. A RuntimeError says that there is no process group yet, or
+    that `fused=True` can't compile.
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel

@@ -26,17 +26,35 @@ ADDED = ("params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momen
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded."""
+    """What `load` has loaded.
+
+    Fields:
+      `path`: the checkpoint's directory.
+      `step`: the attempted optimizer steps until it was saved.
+      `extra`: what this rank gave to `save`; of a checkpoint of N ranks, N another number than now, what old rank r mod N gave.
+
+    >>> import pathlib, laconic
+    >>> laconic.checkpoint.Loaded(pathlib.Path("checkpoints/step-00000042"), 42, {"epoch": 7}).extra["epoch"]
+    7
+    """
 
     path: Path
     step: int
-    extra: dict[str, Any]  # what this rank gave to `save`; after a change of the world's size, what old rank r mod N gave
+    extra: dict[str, Any]
 
 
 def latest(path: str | Path) -> Path | None:
-    """The newest whole checkpoint in a directory; one that misses a file, or a part of one, is passed over.
+    """The whole checkpoint with the most steps in a directory, or None.
 
-    One of another version of laconic is an error: a training that began anew instead would replace it.
+    One that lacks a file, or a part of one, is passed over. It reads manifests and sizes of files, and no checksums.
+
+    Arguments:
+      `path`: the directory that `save` was given; it may not exist.
+
+    One in the format of another version of laconic is a ValueError: a training that began anew instead would replace it.
+
+    >>> import tempfile, laconic
+    >>> laconic.checkpoint.latest(tempfile.mkdtemp())  # None
     """
     return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.problem(folder) is None), None)
 
@@ -51,9 +69,37 @@ def load(
 ) -> Loaded:
     """Go on where `save` was called; all ranks together, before the first step.
 
-    `path` is a checkpoint, or a directory of them: the newest whole one then. Checksums are verified and shapes compared
-    before anything is changed. A checkpoint of another strategy is refused, or, with `strict=False`, loaded as if the run had
-    been by the other strategy until now and is swapped here. One of another number of ranks is re-dealt.
+    Build model, optimizers and run as they were then, and load: on as many ranks, the run goes on to the same bits. On another
+    number of ranks, what they had is dealt anew: replicas, residuals and outstanding deltas that differed become their mean
+    over the old ranks, and random generators go on as they are. `docs/checkpoint.md` has the table.
+
+    Bytes: on the network, digests, and the deltas that were outstanding once more. Each rank reads its own part and what is
+    common from the disk.
+
+    Memory: what is read, on the CPU. On another number of ranks, the states of all old ranks together.
+
+    Not: DCP reads its `.metadata` by Python's pickle. Load only checkpoints that you trust.
+
+    Arguments:
+      `path`: a checkpoint; or a directory of them, for the newest whole one.
+      `run`: what `laconic.attach` returned, still attached.
+      `model`: the run's own, for those who want it checked. Default None: the run's own.
+      `optimizer`: the run's own, or a list of them. Default None: the run's own.
+      `strict`: True: a checkpoint of another strategy is refused. False: it is loaded as if the run had been by that strategy
+        until now and were swapped here; a warning names what can't be used. Default True.
+
+    All ranks raise a ValueError where one of them can't load: checksums, names, shapes, the kind of the optimizers and the
+    communication state are verified before anything is changed.
+
+    >>> import tempfile, torch, laconic
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     path = laconic.checkpoint.save(folder, run=run, extra={"epoch": 7}).wait()
+    ...     loaded = laconic.checkpoint.load(folder, run=run)
+    >>> loaded.path == path, loaded.step, loaded.extra
+    (True, 0, {'epoch': 7})
+    >>> torch.distributed.destroy_process_group()
     """
     engine = live_engine(run, "load")
     group, device = engine.group, engine.device

@@ -39,7 +39,7 @@ def save(folder: Path, *, run: Run) -> str:
     engine = live_engine(run, "save")
     with engine.during("saving a checkpoint"):
         group, device = engine.group, engine.device
-        identity = agree([f"step {run.step}", f"strategy {run.strategy}"], None, group, device)
+        identity = agree([f"step {run.step}", f"strategy {run.strategy.compared}"], None, group, device)
         mark = f"step-{run.step:08d}-{identity[:8]}"
         problem: Exception | None = None
         try:

@@ -30,7 +30,21 @@ GRACE_SECONDS = 30.0  # for a checkpoint on its way when the run has failed
 
 
 class Saving:
-    """A checkpoint on its way; `wait` until it is there."""
+    """A checkpoint on its way; `save` returns it.
+
+    Unless it is asynchronous, it is there already. The next save and the end of the run wait for it, and raise its error if
+    `wait` has not; a run that ends by an exception waits for 30 seconds at most, and warns.
+
+    >>> import tempfile, torch, laconic
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     saving = laconic.checkpoint.save(tempfile.mkdtemp(), run=run, asynchronous=True)
+    ...     path = saving.wait()
+    >>> path.name, saving.done
+    ('step-00000000', True)
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(self, work: Callable[[], Path], asynchronous: bool) -> None:
         self._work = work
@@ -54,11 +68,15 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it is over on this rank, well or not."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The checkpoint's directory, once it is there; raises what went wrong."""
+        """Wait for it, and return the checkpoint's directory; raises what went wrong.
+
+        That is a CommunicationError where a rank was lost, else a RuntimeError that names the cause. Checkpoints before are
+        untouched then.
+        """
         if self._thread is not None:
             self._thread.join()
         if self._problem is not None:
@@ -68,7 +86,11 @@ class Saving:
         return self._path
 
     def settle(self, failed: bool) -> None:
-        """Before the run ends: wait, and raise what nobody has been told yet. A run that has failed waits for some seconds."""
+        """Before the run ends: wait, and raise what nobody has been told yet; the run calls this itself.
+
+        Arguments:
+          `failed`: whether the run ends by an exception; it waits for 30 seconds at most then.
+        """
         if failed:
             assert self._thread is not None
             self._thread.join(GRACE_SECONDS)
@@ -92,13 +114,40 @@ def save(
     keep: int | None = 3,
     asynchronous: bool = False,
 ) -> Saving:
-    """Save model, optimizers, communication state, scaler and random generators; all ranks together, between steps.
+    """Save model, optimizers, communication state, GradScaler and random generators; all ranks together, between steps.
 
-    A directory `step-00000042` appears in `path`, which all ranks must see, when the last rank is done; until then its name
-    ends with `.partial`, and a save that is killed leaves the checkpoints before untouched. `extra` is anything plain of this
-    rank's own (an epoch, a scheduler's or loader's state). `model` and `optimizer` are the run's own, and may be left out.
-    This one and the newest others are kept, `keep` in all; None: all. With `asynchronous` the call returns when everything
-    has been copied; the writing goes on in a thread, with a gloo group of its own. One directory is for one run.
+    A directory `step-00000042` appears in `path` when the last rank is done; until then its name ends with `.partial`, and a
+    save that is killed leaves the checkpoints before untouched. What all ranks have alike is written once.
+
+    Bytes: on the network, a few hundred a rank. On disk, parameters and optimizer state once where all ranks have them alike,
+    else once a rank; buffers, residuals and deltas a rank; anchors and the outer optimizer's memory once.
+
+    Memory: `asynchronous` keeps a copy of all that is saved until it is written, on the CPU, or, of shards, on their device.
+
+    Not: gradients, NumPy's generator and the position of a loader are not saved. One directory is for one run. It is refused
+    inside `run.consensus()`.
+
+    Arguments:
+      `path`: the directory of checkpoints, which all ranks must see; it is made.
+      `run`: what `laconic.attach` returned, still attached.
+      `model`: the run's own, for those who want it checked. Default None: the run's own.
+      `optimizer`: the run's own, or a list of them. Default None: the run's own.
+      `extra`: a dict of plain data of this rank's own: an epoch, a scheduler's or loader's state. Default None: {}.
+      `keep`: how many whole checkpoints are left, this one and the newest others. None: all. Default 3.
+      `asynchronous`: whether to return when everything has been copied, and write in a thread, with a gloo group of its own.
+        Default False.
+
+    All ranks raise, where one of them can't save: a TypeError or ValueError for arguments and for data that is not plain, a
+    RuntimeError where writing failed, a CommunicationError where a rank was lost.
+
+    >>> import tempfile, torch, laconic
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     saving = laconic.checkpoint.save(tempfile.mkdtemp(), run=run, extra={"epoch": 7}, keep=2)
+    >>> saving.wait().name
+    'step-00000000'
+    >>> torch.distributed.destroy_process_group()
     """
     engine = live_engine(run, "save")
     with engine.during("saving a checkpoint"):
@@ -115,7 +164,7 @@ def save(
             flat = {**tensors, f"rank{group.rank}/skeleton": rest}
         except Exception as error:  # whatever it is, no rank may wait for this one
             problem = error
-        facts = [f"step {run.step}", f"strategy {run.strategy}", f"keep {keep}", f"asynchronous {asynchronous}"]
+        facts = [f"step {run.step}", f"strategy {run.strategy.compared}", f"keep {keep}", f"asynchronous {asynchronous}"]
         identity = agree(facts, problem, group, device)
         writers = engine.background_group() if asynchronous or device.type != "cpu" else group
         if asynchronous:

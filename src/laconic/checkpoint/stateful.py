@@ -9,22 +9,53 @@ from laconic.run.run import Run, engine_of
 
 
 def island_key(run: Run) -> str:
-    """Under what to save model and optimizer in a `torch.distributed.checkpoint` of the user's own; for sharded models.
+    """The name under which to save a sharded model and its optimizer in a `torch.distributed.checkpoint` of your own.
 
-    DCP takes what islands save under one name for the same, and keeps the first one's. So where islands may differ, each has a
-    name of its own:
+    DCP takes what islands save under one name for the same thing, and keeps the first one's. So where islands may differ, each
+    has a name of its own: "island0", "island1", ... Where all have the same after every step, it is "islands".
 
-        state = {island_key(run): {"model": model_state, "optimizer": optimizer_state}, "laconic": RankState(run)}
+    Not: for another number of islands use `laconic.checkpoint.load`.
+
+    Arguments:
+      `run`: what `laconic.attach` returned.
+
+    >>> import tempfile, torch, laconic, torch.distributed.checkpoint as dcp
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     key = laconic.checkpoint.island_key(run)
+    ...     state = {key: {"model": model.state_dict()}, "laconic": laconic.checkpoint.RankState(run)}
+    ...     saved = dcp.save(state, checkpoint_id=tempfile.mkdtemp())
+    >>> key
+    'island0'
+    >>> torch.distributed.destroy_process_group()
     """
     engine = engine_of(run)
     return "islands" if engine.lockstep else f"island{engine.ranks.island}"
 
 
 class RankState:
-    """`dcp.save({"model": ..., "laconic": RankState(run)})`, and the same with `dcp.load`, on as many ranks.
+    """A run's communication state inside a `torch.distributed.checkpoint` of your own.
 
     DCP gives every rank the same value for a key, and loads only what the state has places for before. So this rank's state
-    is one entry, under its own name. For another number of ranks use `laconic.checkpoint.load`.
+    is one entry, under its own name. Load model and optimizer before, or in the same `dcp.load`: DCP loads tensors in place,
+    and calls `load_state_dict` after it.
+
+    Memory: a copy of the communication state on the CPU, as it is written.
+
+    Not: for another number of ranks use `laconic.checkpoint.load`.
+
+    Arguments:
+      `run`: what `laconic.attach` returned.
+
+    >>> import tempfile, torch, laconic, torch.distributed.checkpoint as dcp
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     state = {"model": model.state_dict(), "laconic": laconic.checkpoint.RankState(run)}
+    ...     saved = dcp.save(state, checkpoint_id=folder)
+    ...     dcp.load(state, checkpoint_id=folder)
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, run: Run) -> None:
@@ -32,10 +63,16 @@ class RankState:
         self._key = f"rank{engine_of(run).group.rank}/state"
 
     def state_dict(self) -> dict[str, Any]:
+        """This rank's `run.state_dict()` as bytes, under this rank's name; DCP calls it."""
         data = io.BytesIO()
         torch.save(self._run.state_dict(), data)
         return {self._key: data.getvalue()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave; DCP calls it, on all ranks.
+
+        Arguments:
+          `state_dict`: this rank's entry. It raises what `run.load_state_dict` raises.
+        """
         data = state_dict[self._key]
         self._run.load_state_dict(torch.load(io.BytesIO(data), weights_only=True))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from laconic.cli.shared import app, console, fail
+from laconic.cli import completing
+from laconic.cli.shared import app, console, examples, fail
 
 if TYPE_CHECKING:
     from laconic.advisor.quantities import Workers
@@ -34,19 +35,27 @@ class Source:
     strategies: list[str]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "laconic advise --params 1.3b --step-ms 900 --workers 64 --link 10gbit",
+        "laconic advise bytes-gpt:5m --workers 4 --link 100mbit",
+    )
+)
 def advise(
     task: Annotated[
         str | None,
         typer.Argument(
-            help="bytes-gpt[:500k|1m|2m|5m|20m], digits, a task of your own (see new-task), or a script that trains"
+            help="bytes-gpt[:500k|1m|2m|5m|20m], digits, a task of your own (see new-task), or a script that trains",
+            autocompletion=completing.tasks,
         ),
     ] = None,
     workers: Annotated[int | None, typer.Option(help="so many train together")] = None,
     nodes: Annotated[
         str | None, typer.Option(help="4x4: 4 nodes of 4 workers, which share the node's cable; instead of --workers")
     ] = None,
-    link: Annotated[str | None, typer.Option(help="each cable: 100mbit, 1gbit:20ms, 100gbit, none")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="each cable: 100mbit, 1gbit:20ms, 100gbit, none", autocompletion=completing.links)
+    ] = None,
     probe: Annotated[Path | None, typer.Option(help="a measured network, the file of laconic probe; instead of --link")] = None,
     params: Annotated[
         str | None, typer.Option(help="numbers alone: parameters of the model, such as 1.3b; with --step-ms")
@@ -57,13 +66,21 @@ def advise(
     ] = None,
     measured: Annotated[Path | None, typer.Option(help="what laconic run --advise has timed of a script")] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="adam or sgd  [default: the task's or the script's own, else adam]")
+        str | None, typer.Option(help="adam or sgd (default: the task's or the script's own, else adam)")
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option("-s", "--strategy", help="one more strategy for the table; give it several times")
+        list[str] | None,
+        typer.Option(
+            "-s",
+            "--strategy",
+            help="one more strategy for the table; give it several times",
+            autocompletion=completing.strategies,
+        ),
     ] = None,
     share: Annotated[float, typer.Option(help="wanted share of the rate without communication")] = 0.95,
-    risk: Annotated[str, typer.Option(help="the most that may be chosen: same, rounding, delay or local")] = "local",
+    risk: Annotated[
+        str, typer.Option(help="the most that may be chosen: same, rounding, delay or local", autocompletion=completing.risks)
+    ] = "local",
     budget: Annotated[
         str | None, typer.Option(help="a day's most: data on each cable, 500gb, or with --price-per-gb money for all, 20usd")
     ] = None,
@@ -71,18 +88,15 @@ def advise(
     memory: Annotated[str | None, typer.Option(help="of a worker, such as 24gb: what does not fit is not chosen")] = None,
     memory_gb_per_second: Annotated[
         float | None,
-        typer.Option(help="of the device that trains, where encoding can't be timed here  [default: 1000 with --step-ms]"),
+        typer.Option(help="of the device that trains, where encoding can't be timed here (default: 1000 with --step-ms)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the answer as JSON, version 1: see docs/advisor.md")] = False,
     out: Annotated[Path | None, typer.Option(help="a folder for a page with curves over bandwidth and workers")] = None,
 ) -> None:
     """Say before anything runs which strategy to take, for this model over this link.
 
-    laconic advise --params 1.3b --step-ms 900 --workers 64 --link 10gbit
-
-    laconic advise bytes-gpt:5m --workers 4 --link 100mbit
-
-    laconic advise train.py --nodes 4x4 --probe probe.json
+    The model is a task, a script that trains, a config of transformers, or numbers; the network is a link, or what
+    laconic probe has measured.
     """
     try:
         from laconic.advisor.risk import Risk

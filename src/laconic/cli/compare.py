@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from laconic.cli.shared import app, console, fail
+from laconic.cli import completing
+from laconic.cli.shared import app, console, examples, fail
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,27 +23,42 @@ DEFAULT_STRATEGIES = [
 SECONDS = 25.0
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        'laconic compare digits -s "int8()" --workers 2 --link 10mbit --seconds 5',
+        'laconic compare -s "diloco(8)" --workers 2 --steps 20 --warm 0 --link none',
+    )
+)
 def compare(
     task: Annotated[
-        str, typer.Argument(help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)")
+        str,
+        typer.Argument(
+            help="bytes-gpt[:500k|1m|2m|5m|20m], digits, or your own file (see new-task)", autocompletion=completing.tasks
+        ),
     ] = "bytes-gpt:500k",
     strategy: Annotated[
         list[str] | None,
-        typer.Option("-s", "--strategy", help="a strategy; give it several times; a reducer of your own is module:Name(...)"),
+        typer.Option(
+            "-s",
+            "--strategy",
+            help="a strategy; give it several times; a reducer of your own is module:Name(...)",
+            autocompletion=completing.strategies,
+        ),
     ] = None,
     workers: Annotated[int, typer.Option(help="processes, 2 at least, each behind a link of its own")] = 4,
     island_size: Annotated[
         int, typer.Option(min=1, help="workers that hold one model together, sharded by fully_shard, behind one link")
     ] = 1,
-    link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none")] = "100mbit",
+    link: Annotated[str, typer.Option(help="10mbit, 1gbit, 100mbit:20ms, none", autocompletion=completing.links)] = "100mbit",
     seconds: Annotated[
-        float | None, typer.Option(min=1, help=f"time of each run: who learns most in it?  [default: {SECONDS:g}]")
+        float | None, typer.Option(min=1, help=f"time of each run: who learns most in it? (default: {SECONDS:g})")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=10, help="steps of each run, instead of --seconds")] = None,
     warm: Annotated[
         int | None,
-        typer.Option(min=0, help="begin with a model that ddp() has trained for so many steps  [default: 400 for bytes-gpt]"),
+        typer.Option(
+            min=0, help="begin with a model that ddp() has trained for so many steps (default: 400 for bytes-gpt, else 0)"
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="runs of each strategy")] = 1,
     out: Annotated[Path, typer.Option(help="where results.json and report.html go")] = Path("laconic-compare"),
@@ -90,18 +106,20 @@ def _compare(
     from laconic.report.live_comparison import Board
 
     cable = parse(link)
+    records.check_room(out)
     sys.path.append(str(Path.cwd()))  # the workers have it, too
     loaded = tasks.load(task)  # it is there, and has what it needs; strategies may name what lies in it and beside it
-    strategies = [str(laconic.strategy(text)) for text in ["ddp()", *(chosen or DEFAULT_STRATEGIES), "silent()"]]
+    strategies = [laconic.strategy(text) for text in ["ddp()", *(chosen or DEFAULT_STRATEGIES), "silent()"]]
     name = str(Path(task).resolve()) if task.endswith(".py") else loaded.name
     begun = loaded.warm_steps if warm is None else warm
-    unique = list(dict.fromkeys(strategies))
-    comparison = Comparison(name, unique, workers, cable, steps or 0, range(seeds), seconds, begun, island_size)
+    texts: dict[str, str] = {}
+    for one in strategies:
+        texts.setdefault(one.compared, str(one))  # the same in other words is run once
+    comparison = Comparison(name, list(texts.values()), workers, cable, steps or 0, range(seeds), seconds, begun, island_size)
     results = begin(comparison)
     results.command = _command(task, chosen, workers, island_size, link, seconds, steps, warm, out)
     if resume and (out / records.FILE).exists():
         resumed(results, comparison, out)
-    records.check_room(out)
     if results.link_note:
         screen.print(f"{results.link_note}; running without a limit", style="bold", highlight=False, markup=False)
     try:

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli.shared import app, fail
+from laconic.cli import completing
+from laconic.cli.shared import app, examples, fail
 
 SECONDS = 30.0
 
@@ -14,13 +15,20 @@ SECONDS = 30.0
     "probe",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     options_metavar="[OPTIONS] [TORCHRUN OPTIONS]",
+    epilog=examples(
+        "laconic probe --nproc-per-node 2 --seconds 5", "laconic probe --nproc-per-node 4 --link 100mbit --seconds 10"
+    ),
 )
 def probe(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="the file to write; charts go beside it, as .html")] = Path("probe.json"),
     seconds: Annotated[float, typer.Option(help="how long at most, from 0.1 to 60")] = SECONDS,
     link: Annotated[
-        str, typer.Option(help="rehearse on this machine: each process, or with --nnodes each node, behind a link of its own")
+        str,
+        typer.Option(
+            help="rehearse on this machine: each process, or with --nnodes each node, behind a link of its own",
+            autocompletion=completing.links,
+        ),
     ] = "none",
 ) -> None:
     """Measure the network between processes: latency, bandwidth, and who is slow.

@@ -5,10 +5,12 @@ from typing import Annotated
 
 import typer
 
-from laconic.cli.shared import app, console, fail
+from laconic.cli.shared import app, console, examples, fail
+
+RECORDED = 'laconic run -s "int8()" --record runs/first ...'
 
 
-@app.command()
+@app.command(epilog=examples("laconic watch runs/first", "laconic watch runs/first --once", after=RECORDED))
 def watch(
     folder: Annotated[Path, typer.Argument(help="the --record of a run")],
     once: Annotated[bool, typer.Option("--once", help="how it stands now, and no more")] = False,
@@ -18,24 +20,29 @@ def watch(
 
     try:
         show_run(folder, console(), once=once)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-@app.command()
-def report(folder: Annotated[Path, typer.Argument(help="the --record of a run")]) -> None:
+@app.command(epilog=examples("laconic report runs/first", "laconic report runs/first --open", after=RECORDED))
+def report(
+    folder: Annotated[Path, typer.Argument(help="the --record of a run")],
+    browser: Annotated[bool, typer.Option("--open", help="open the page in a browser, too")] = False,
+) -> None:
     """Make a page with charts out of a run's records."""
     from laconic.report import run_page
 
     try:
-        typer.echo(f"charts: {run_page.write(folder)}")
+        path = run_page.write(folder)
+        typer.echo(f"charts: {path}")
+        _open(path, browser)
     except (ValueError, OSError) as error:
         fail(error)
 
 
-@app.command()
+@app.command(epilog=examples("laconic show", "laconic show laconic-compare --open", after="laconic compare"))
 def show(
     folder: Annotated[Path, typer.Argument(help="the --out of a comparison")] = Path("laconic-compare"),
     browser: Annotated[bool, typer.Option("--open", help="open the report in a browser, too")] = False,
@@ -50,7 +57,13 @@ def show(
         terminal.show(results, console())
         path = page.write(results, folder)
         typer.echo(f"\ncharts: {path}")
-        if browser and typer.launch(str(path)) != 0:
-            raise ValueError(f"no browser could be started; open {path.resolve()} yourself")
+        _open(path, browser)
     except (ValueError, OSError) as error:
         fail(error)
+
+
+def _open(path: Path, wanted: bool) -> None:
+    import webbrowser
+
+    if wanted and not webbrowser.open(path.resolve().as_uri()):
+        raise ValueError(f"no browser could be started; open {path.resolve()} yourself")

@@ -1,5 +1,6 @@
 """`laconic run`."""
 
+import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,21 +8,38 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from laconic.cli.shared import app, fail
+from laconic.cli import completing
+from laconic.cli.shared import app, examples, fail
 
 
 @app.command(
     "run",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]",
+    epilog=examples(
+        'laconic run -s "int8()" --record runs/first --nproc-per-node 2 examples/gpt.py',
+        "laconic run --advise --workers 16 --link 1gbit examples/gpt.py",
+        after="cd to laconic's folder",
+    ),
 )
 def run_(
     context: typer.Context,
     strategy: Annotated[
         str | None,
-        typer.Option("-s", "--strategy", help='how to average, such as "diloco(64)", "ddp(reducer=module:Name())", or auto'),
+        typer.Option(
+            "-s",
+            "--strategy",
+            help='how to average, such as "diloco(64)", "ddp(reducer=module:Name())", or auto',
+            autocompletion=completing.strategies,
+        ),
     ] = None,
-    link: Annotated[str, typer.Option(help="rehearse on this machine: each process behind a link of its own")] = "none",
+    link: Annotated[
+        str,
+        typer.Option(
+            help="rehearse on this machine: each process behind a link of its own, such as 100mbit",
+            autocompletion=completing.links,
+        ),
+    ] = "none",
     island_size: Annotated[
         str | None,
         typer.Option(
@@ -41,25 +59,22 @@ def run_(
     lighthouse: Annotated[
         str | None, typer.Option(help="with --elastic, of others: http://host:port; by default one is started here")
     ] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="with --elastic, this machine's address for workers on others; by default none can join")
+    ] = None,
     advise: Annotated[
         bool, typer.Option("--advise", help="time some steps in one process, end the script, and print what `advise` finds")
     ] = False,
 ) -> None:
     """Run any script that uses DDP or fully_shard, unchanged, under a strategy.
 
-    laconic's own options come first, then torchrun's, then the script with its arguments:
-
-    laconic run -s "int8()" --nproc-per-node 4 train.py --epochs 3
+    laconic's own options come first, then torchrun's, then the script with its arguments.
 
     With -s auto, the advisor chooses the strategy in the first steps. With --advise, nothing is trained: the options of
     `laconic advise` come before the script.
 
-    laconic run --advise --workers 16 --link 1gbit train.py --epochs 3
-
     With --elastic, --nproc-per-node processes train by local updates, each with a DDP over itself alone; one that dies is
-    started again, up to --max-restarts times (3).
-
-    laconic run --elastic --min-replicas 2 -s "diloco(64)" --nproc-per-node 4 train.py
+    started again, up to --max-restarts times (3): -s "diloco(64)" --elastic --min-replicas 2 --nproc-per-node 4 train.py
     """
     from functools import partial
 
@@ -69,6 +84,8 @@ def run_(
 
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
+    if not advise:
+        _check_order(context, strategy)
     if advise:
         given = {"--link": None if link == "none" else link, "--risk": risk, "-s": strategy}
         other = {"--island-size": island_size, "--record": record, "--tensorboard": tensorboard or None}
@@ -82,7 +99,12 @@ def run_(
                 raise ValueError(f"{name} and --elastic don't go together yet; leave one of them out")
             raise typer.Exit(
                 launch_elastic(
-                    strategy, context.args, min_replicas=min_replicas, deadline_seconds=deadline_seconds, lighthouse=lighthouse
+                    strategy,
+                    context.args,
+                    min_replicas=min_replicas,
+                    deadline_seconds=deadline_seconds,
+                    lighthouse=lighthouse,
+                    bind=bind,
                 )
             )
         cable = parse(link)
@@ -106,6 +128,29 @@ def run_(
     except KeyboardInterrupt:
         code = 130
     raise typer.Exit(code)
+
+
+def _check_order(context: typer.Context, strategy: str | None) -> None:
+    """Refuse options of laconic's own among torchrun's: they would be taken for the script's name, or torchrun's own."""
+    arguments = context.args
+    own = {word: one for one in context.command.params for word in [*one.opts, *one.secondary_opts]}
+    begins = (n for n, word in enumerate(arguments) if word.endswith(".py") or word in ("-m", "--") or Path(word).is_file())
+    place = next(begins, len(arguments))
+    found = next((n for n, word in enumerate(arguments[:place]) if word.partition("=")[0] in own), None)
+    if found is None or (place == len(arguments) and strategy is not None):
+        return
+    word = arguments[found].partition("=")[0]
+    size = 1 if "=" in arguments[found] or getattr(own[word], "is_flag", False) else 2
+    options, others = arguments[found : found + size], [*arguments[:found], *arguments[found + size :]]
+    for one in context.command.params:
+        source = context.get_parameter_source(one.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            options += [one.opts[0], *([] if getattr(one, "is_flag", False) else [str(context.params[one.name or ""])])]
+    lacking = "" if place < len(arguments) else ", and the script is missing"
+    script = [] if place < len(arguments) else ["train.py"]
+    raise typer.BadParameter(
+        f"laconic's own options come before torchrun's{lacking}: laconic run {shlex.join([*options, *others, *script])}"
+    )
 
 
 def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[str, object]) -> NoReturn:

@@ -22,21 +22,41 @@ class Bucket:
 
     A reducer may overwrite `flat`. It reads `slots` at will, and writes them in `Reduced.finish` alone, so that a step
     that fails half-way leaves the memory of the step before.
+
+    Arguments:
+      `flat`: the numbers, one-dimensional and contiguous.
+      `views`: each parameter's part of `flat`, in the parameter's shape.
+      `names`: the parameters' names, in the same order.
+      `slots`: the reducer's memory of each parameter, in the same order; found by name, so that buckets may change.
+      `rank`: this rank's number in the group, from 0.
+      `world`: how many ranks the group has.
+      `step`: steps that were completed before: warm up by this. Default 0.
+      `exchanges`: exchanges of this bucket before this one: alternate by this. Default 0.
+      `scale`: what the loss was multiplied by: memory is kept in units of the unscaled loss. Default 1.0.
+      `feedback`: whether somebody will read `Reduced.error`; else it needn't be worked out. Default False.
+      `fused`: whether compiled kernels may be used, where they are there. Default False.
+      `residual`: for a reducer with `writes_residual`: error feedback's residual, laid out as `flat`, which has it already. The
+        reducer writes its error there in `Reduced.finish`, where `Reduced.good` is true, which saves passes over memory. None:
+        it can't. Default None.
+
+    >>> import torch, laconic
+    >>> flat = torch.arange(6.0)
+    >>> bucket = laconic.Bucket(flat, [flat[:4].view(2, 2), flat[4:]], ["weight", "bias"], [{}, {}], rank=0, world=1)
+    >>> [tuple(view.shape) for view in bucket.views]
+    [(2, 2), (2,)]
     """
 
-    flat: Tensor  # 1-D, contiguous
-    views: Sequence[Tensor]  # per parameter, into `flat`, in the parameter's shape
-    names: Sequence[str]  # same order
-    slots: Sequence[Slot]  # same order, found by parameter name
+    flat: Tensor
+    views: Sequence[Tensor]
+    names: Sequence[str]
+    slots: Sequence[Slot]
     rank: int
     world: int
-    step: int = 0  # the run's clock: warm up by this
-    exchanges: int = 0  # done before this one: alternate by this
-    scale: float | Tensor = 1.0  # what the loss was multiplied by: memory is kept in units of the unscaled loss
-    feedback: bool = False  # somebody will read `Reduced.error`; else it needn't be worked out
-    fused: bool = False  # compiled kernels may be used, where they are there
-    # Given to a reducer with `writes_residual`: error feedback's residual, laid out as `flat`, which has it already. The
-    # reducer writes its error there in `Reduced.finish`, where `Reduced.good` is true. That saves passes over memory.
+    step: int = 0
+    exchanges: int = 0
+    scale: float | Tensor = 1.0
+    feedback: bool = False
+    fused: bool = False
     residual: Tensor | None = None
 
     @property

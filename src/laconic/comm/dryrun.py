@@ -68,14 +68,23 @@ def predict(rounds: Rounds[Answer], world: int) -> Traffic:
 
 
 def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> list[Answer]:
-    """Run the exchanges of all ranks in this process, in step with each other; `ledger` counts for one rank.
+    """Run the exchanges of all ranks in this process, in step with each other; what each returns, by rank.
 
-    >>> import torch
-    >>> from laconic import AllReduce
-    >>> def mean(x):
-    ...     return (yield AllReduce(x))
-    >>> simulate([mean(torch.tensor([1.0])), mean(torch.tensor([3.0]))])
-    [tensor([2.]), tensor([2.])]
+    No process group is needed. Of a reducer, each result is a `Reduced`: call its `finish` before you read its mean.
+
+    Arguments:
+      `ranks`: an exchange for each rank, such as reducer.reduce(bucket).
+      `ledger`: counts the bytes of one rank; None: nobody does. Default None.
+
+    >>> import torch, laconic
+    >>> def bucket(rank):
+    ...     flat = torch.tensor([1.0, 2.0, 3.0 + rank])
+    ...     return laconic.Bucket(flat, [flat], ["w"], [{}], rank=rank, world=2)
+    >>> results = laconic.simulate([laconic.Cast("bf16").reduce(bucket(rank)) for rank in range(2)])
+    >>> for reduced in results:
+    ...     reduced.finish()
+    >>> results[0].mean, torch.equal(results[0].mean, results[1].mean)
+    (tensor([1.0000, 2.0000, 3.5000]), True)
     """
     ledger = ledger or Ledger()
     world = len(ranks)

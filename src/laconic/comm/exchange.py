@@ -31,20 +31,33 @@ def _nothing() -> None:
 
 
 class Reduced(NamedTuple):
-    """What a reducer's exchange returns."""
+    """What a reducer's exchange returns.
 
-    mean: Tensor  # the same bits on every rank of the group; to be read after `finish`
-    error: Tensor | None = None  # input - what the peers decoded from this rank; None: nothing was lost, or nobody asked
-    # Called once the whole step has arrived and the error has been taken: writes the reducer's memory, and may complete the
-    # mean, even in the error's place, so that no more than one of the two ever takes room.
+    Arguments:
+      `mean`: the same bits on every rank of the group; to be read after `finish`.
+      `error`: the input minus what the peers decoded from this rank; None: nothing was lost, or nobody asked. Default None.
+      `finish`: called once the whole step has arrived and the error has been taken: writes the reducer's memory, and may
+        complete the mean, even in the error's place, so that no more than one of the two ever takes room. By default it does
+        nothing.
+      `good`: whether the mean is finite, a scalar on its device: from a reducer that knows it more cheaply than by looking, or
+        whose mean is complete only after `finish`. Before `finish` is called it becomes, in place, whether those of all buckets
+        of the step are: a GradScaler skips the step as a whole, and then no memory may have moved. Default None.
+
+    >>> import torch, laconic
+    >>> reduced = laconic.Reduced(torch.ones(2))
+    >>> reduced.finish()
+    >>> reduced.error is None
+    True
+    """
+
+    mean: Tensor
+    error: Tensor | None = None
     finish: Callable[[], None] = _nothing
-    # Whether the mean is finite, a scalar on its device: from a reducer that knows it more cheaply than by looking, or whose
-    # mean is complete only after `finish`. Before `finish` is called it becomes, in place, whether those of all buckets
-    # of the step are: a GradScaler skips the step as a whole, and then no memory may have moved.
     good: Tensor | None = None
 
 
 Exchange: TypeAlias = Rounds[Reduced]
+"""What `Reducer.reduce` returns: a generator that yields collectives, is sent their answers, and returns a `Reduced`."""
 
 
 class PendingExchange(Generic[Answer]):

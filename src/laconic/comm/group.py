@@ -16,7 +16,10 @@ POLL_SECONDS = 5.0
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed: a peer has gone, or took longer than the process group's timeout."""
+    """A collective failed: a peer has gone, or took longer than the process group's timeout.
+
+    Its message names the collective, its bytes, and among which ranks it was.
+    """
 
 
 def is_lost(error: BaseException) -> bool:

@@ -12,10 +12,8 @@ from typing import Any
 from laconic.comm.exchange import Answer, PendingExchange, Rounds
 from laconic.comm.group import Group
 from laconic.comm.ledger import Ledger
-
-# Inside backward, a bucket's next round leaves when the DEPTH-th bucket after it arrives. docs/ordering.md has the measurement.
-DEPTH = 2
-WINDOW = 4  # between steps: exchanges outstanding at a time; while some travel, another is filled or emptied
+from laconic.comm.ordering import DEPTH as DEPTH
+from laconic.comm.ordering import WINDOW as WINDOW
 
 
 class Pipeline:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["ddp_comm_hooks", "model_averaging", "optim"]
 
 
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        return importlib.import_module(f"laconic.compat.{name}")
-    raise AttributeError(f"module 'laconic.compat' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            return importlib.import_module(f"laconic.compat.{name}")
+        raise AttributeError(f"module 'laconic.compat' has no attribute {name!r}")

@@ -22,10 +22,33 @@ __all__ = ["PostLocalSGDOptimizer"]
 
 
 class PostLocalSGDOptimizer(Optimizer):
-    """The optimizer `optim`, and after each of its steps the `averager`.
+    """An optimizer, and after each of its steps an averager of its parameters.
 
-    `PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), PeriodicModelAverager(period=4, warmup_steps=100))`
+    Its `param_groups`, `state` and `defaults` are those of `optim`, so learning-rate schedulers and GradScalers work on it.
+    `laconic.post_local_sgd(warmup, period)` is the same as a strategy, with the hook that it needs.
+
+    Bytes: those of the averager.
+
+    Memory: that of `optim`.
+
     Paper: Lin et al. 2018, arXiv:1808.07217.
+
+    Arguments:
+      `optim`: the optimizer that makes the steps.
+      `averager`: a `ModelAverager` of `laconic.compat`, such as `PeriodicModelAverager`.
+
+    >>> import torch
+    >>> from laconic.compat.model_averaging.averagers import PeriodicModelAverager
+    >>> from laconic.compat.optim import PostLocalSGDOptimizer
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> local = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(period=4, warmup_steps=100))
+    >>> model(torch.ones(8, 4)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state_dict()["step"]
+    1
+    >>> torch.distributed.destroy_process_group()
     """
 
     # A GradScaler then calls `step` in any case and leaves it to us to unscale and to skip.
@@ -44,6 +67,7 @@ class PostLocalSGDOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Those of `optim`."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -52,10 +76,12 @@ class PostLocalSGDOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """That of `optim`."""
         return self.optim.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of `optim`."""
         return self.optim.defaults
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +96,11 @@ class PostLocalSGDOptimizer(Optimizer):
         return repr(self.optim)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of `optim`, then the averager."""
+        """One step of `optim`, then the averager. A step that a GradScaler skips is counted and averaged, too.
+
+        Arguments:
+          `closure`: works out the loss anew and returns it, as in torch's optimizers. Default None.
+        """
         loss = self._scaled_step(closure) if hasattr(self, "found_inf") else self.optim.step(closure)
         self.averager.average_parameters(self.param_groups)
         return loss
@@ -88,9 +118,19 @@ class PostLocalSGDOptimizer(Optimizer):
         return self.optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """That of `optim`.
+
+        Arguments:
+          `set_to_none`: whether gradients become None instead of zeros. Default True.
+        """
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """That of `optim`. Add groups before the first averaging, on all ranks: ranks compare shapes once.
+
+        Arguments:
+          `param_group`: a dict with `params`, and settings of its own.
+        """
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +144,11 @@ class PostLocalSGDOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave, or from a plain state dict of `optim`, with a warning."""
+        """Go on from what `state_dict` gave, or from a plain state dict of `optim`, with a warning.
+
+        Arguments:
+          `state_dict`: the state; without "step", the averager counts from 0, warm-up included.
+        """
         for before in state_dict_hooks(self, "load_state_dict_pre"):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed

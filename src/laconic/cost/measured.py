@@ -18,22 +18,50 @@ AGAIN = "measure again with laconic probe"
 
 @dataclass(frozen=True)
 class Sample:
-    """One size of one kind of collective: the median over the repeats, of the slowest rank."""
+    """One size of one kind of collective, as a probe timed it.
+
+    Fields:
+      `kind`: "AllReduce", "AllGather" or "AllToAll".
+      `ranks`: how many ranks the group had.
+      `in_flight`: how many were outstanding at once; the seconds are those of all of them, divided by how many.
+      `wire_bytes`: what each rank puts on the cable, at least.
+      `seconds`: the median over the repeats, of the slowest rank.
+      `low_seconds`, `high_seconds`: the quartiles.
+      `repeats`: how often it was timed.
+      `busy`: the share of the time in which processors worked on it; 1 is a whole core of a rank, or all of a machine.
+
+    >>> Sample("AllReduce", 2, 1, 1000, 2e-4, 1.9e-4, 2.2e-4, 16, 0.4).seconds
+    0.0002
+    """
 
     kind: str
-    ranks: int  # of the group
-    in_flight: int  # how many were outstanding at once; the seconds are those of all of them, divided by how many
-    wire_bytes: int  # that each rank puts on the cable, at least
+    ranks: int
+    in_flight: int
+    wire_bytes: int
     seconds: float
-    low_seconds: float  # the quartiles
+    low_seconds: float
     high_seconds: float
     repeats: int
-    busy: float  # the share of the time in which processors worked on it: 1 is a whole core of a rank, or all of a machine
+    busy: float
 
 
 @dataclass(frozen=True)
 class Fit:
-    """alpha + beta * bytes for one kind and group; `ranges` are those of the same fit to the quartiles."""
+    """The time of one kind of collective in one group, as a line.
+
+    Maths: seconds = alpha + beta * bytes, where the bytes are those that each rank puts on the cable.
+
+    Fields:
+      `kind`, `ranks`, `in_flight`: what was timed, as in `Sample`.
+      `alpha_seconds`, `seconds_per_byte`: alpha and beta.
+      `alpha_range`, `per_byte_range`: the least and the most that the same fit to the medians and the quartiles gives.
+      `error`: the median of the relative errors over the sizes.
+      `worst_error`: the largest of them.
+
+    >>> fit = Fit("AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1)
+    >>> fit.alpha_seconds + 1e6 * fit.seconds_per_byte  # of 1 MB, behind 100 Mbit/s
+    0.0801
+    """
 
     kind: str
     ranks: int
@@ -48,7 +76,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A size that was not measured."""
+    """A size that a probe did not measure.
+
+    Fields:
+      `kind`, `ranks`, `in_flight`, `wire_bytes`: what would have been timed, as in `Sample`.
+      `reason`: why it was not, in words.
+
+    >>> LeftOut("AllGather", 4, 1, 64_000_000, "it would have taken longer than what was left").kind
+    'AllGather'
+    """
 
     kind: str
     ranks: int
@@ -59,20 +95,63 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Worker:
-    """One rank: where it is, and its own transfers; None: not measured."""
+    """One rank that a probe measured: where it is, and its own transfers. None: not measured.
+
+    Fields:
+      `rank`: its number in the group.
+      `host`: the name of its host.
+      `node`: the number of its node; ranks of one node share a network interface.
+      `sends_bits_per_second`, `receives_bits_per_second`: its transfers to and from ranks of other hosts. Default None.
+      `spread`: of several of those transfers, what lies between the quartiles, as a share of the usual time. Default None.
+      `round_trip_seconds`: of a small message to another host and back. Default None.
+
+    >>> Worker(0, "first", 0, sends_bits_per_second=1e8).round_trip_seconds  # None
+    """
 
     rank: int
     host: str
-    node: int  # ranks of one node share a network interface
+    node: int
     sends_bits_per_second: float | None = None
     receives_bits_per_second: float | None = None
-    spread: float | None = None  # of several of those transfers: between the quartiles, as a share of the usual time
+    spread: float | None = None
     round_trip_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A measured network. `docs/probe.md` says what each field of the file means."""
+    """A measured network: what `laconic.probe` returns, and what the file probe.json holds.
+
+    `laconic.cost.measured.read(path)` reads the file that `laconic probe` writes.
+
+    Fields:
+      `world`: ranks.
+      `per_node`: the most of them on one node.
+      `device`, `backend`: where the tensors were, and what carried them.
+      `seconds`: how long it took.
+      `asked_seconds`: how long it was allowed to take.
+      `wire_bytes`: what each rank has sent for it, at least.
+      `workers`: a `Worker` for each rank.
+      `samples`: a `Sample` for each size that was timed.
+      `left_out`: a `LeftOut` for each size that was not.
+      `fits`: a `Fit` for each kind of collective, group size and number outstanding.
+      `bits_per_second`: of the cable between hosts, each way. None: no limit was found.
+      `delay_seconds`: one way; 0 below 0.25 ms.
+      `link_note`: how both were found, or why not.
+      `slow`: the ranks that are slower than the others, in words.
+      `slow_down`: seconds by which a computation is slower for each second of a collective beside it; 0: not measured.
+      `slow_downs`: the same by kind.
+      `round_seconds`: by kind, the seconds of a small collective in a loop that computes. Default {}: not measured.
+      `versions`: the releases of laconic and torch. Default {}.
+      `version`: of the file's format. Default 1.
+
+    >>> workers = [Worker(0, "first", 0), Worker(1, "second", 1)]
+    >>> fits = [Fit("AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1)]
+    >>> found = Probe(2, 1, "cpu", "gloo", 9.5, 10.0, 60_000_000, workers, [], [], fits, 1e8, 0.0, "", [], 0.0, {})
+    >>> str(found.network().link), found.as_dict()["world"]
+    ('100mbit', 2)
+    >>> parse(found.text(), "probe.json") == found
+    True
+    """
 
     world: int
     per_node: int
@@ -80,23 +159,27 @@ class Probe:
     backend: str
     seconds: float
     asked_seconds: float
-    wire_bytes: int  # that each rank has sent for it, at least
+    wire_bytes: int
     workers: list[Worker]
     samples: list[Sample]
     left_out: list[LeftOut]
     fits: list[Fit]
-    bits_per_second: float | None  # of the cable between hosts, each way; None: no limit was found
-    delay_seconds: float  # one way
-    link_note: str  # how both were found, or why not
-    slow: list[str]  # ranks that are slower than the others, in words
+    bits_per_second: float | None
+    delay_seconds: float
+    link_note: str
+    slow: list[str]
     slow_down: float
-    slow_downs: dict[str, float]  # by kind
-    round_seconds: dict[str, float] = field(default_factory=dict)  # by kind: of a small one in a loop that computes
+    slow_downs: dict[str, float]
+    round_seconds: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
 
     def check_world(self, world: int) -> None:
-        """Refuse to speak for another number of workers: how collectives grow with it is not measured."""
+        """Refuse to speak for another number of workers: how collectives grow with it is not measured.
+
+        Arguments:
+          `world`: the number of workers that are asked for; a ValueError, unless the probe measured as many.
+        """
         if world != self.world:
             raise ValueError(
                 f"the probe measured {self.world} workers, and {world} are asked for; {AGAIN} on {world} workers, or give the "
@@ -104,10 +187,15 @@ class Probe:
             )
 
     def network(self, link: Link | None = None, *, world: int | None = None) -> Network:
-        """What the cost model computes with; `link` is one to use instead of that which was found.
+        """What the cost model computes with.
 
         The hosts' speeds are the fitted ones of collectives alone; but alpha is that of a small round in a loop that computes,
-        where this is longer. Where a link was found, its time is in them, so another link can only be slower than that.
+        where this is longer.
+
+        Arguments:
+          `link`: one to use instead of the one that was found, which can only be slower: the found link's time is in the fits.
+            Default None: the one that was found.
+          `world`: the number of workers to speak for; a ValueError, unless the probe measured as many. Default None: as many.
         """
         if world is not None:
             self.check_world(world)
@@ -138,11 +226,11 @@ class Probe:
         return {**plain, **{kind: max(1.0, factor) for kind, factor in found.items()}}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as the file has it."""
+        """The probe as plain data, as the file has it."""
         return asdict(self)
 
     def text(self) -> str:
-        """The file."""
+        """The text of the file probe.json; `parse` reads it again."""
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
 
@@ -151,7 +239,8 @@ def read(path: Path) -> Probe:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the probe {path} can't be read: {error}; laconic probe --out {path} writes one") from error
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"the probe {path} can't be read: {why}; laconic probe --out {path} writes one") from error
     return parse(text, str(path))
 
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from laconic.comm.pipeline import DEPTH, WINDOW
+from laconic.comm.ordering import DEPTH, WINDOW
 from laconic.cost.network import Cable, Network
 
 CYCLES = 3  # until a strategy's cycle repeats itself: what is outstanding at its start is what its end leaves
@@ -96,14 +96,29 @@ class StepTime:
         return self.compute / self.seconds if self.seconds else 1.0
 
 
-def step_time(steps: Sequence[Step], compute: Compute, network: Network, *, cycles: int = CYCLES) -> StepTime:
-    """On average over `steps`, which repeat; of the last of so many `cycles`.
+class Event(NamedTuple):
+    """What the training thread or the cable does for a while; in seconds since the first of all cycles began.
+
+    `what` is "forward", "backward", "optimizer", "work" or "waiting" of the thread, which does one after the other, and "wire"
+    of the cable: one round.
+    """
+
+    what: str
+    begin: float
+    end: float
+    wire_bytes: float = 0.0
+
+
+def step_time(
+    steps: Sequence[Step], compute: Compute, network: Network, *, cycles: int = CYCLES, trace: list[Event] | None = None
+) -> StepTime:
+    """On average over `steps`, which repeat; of the last of so many `cycles`. All that happens in them is added to `trace`.
 
     >>> from laconic.cost.link import Link
     >>> step_time([Step()], Compute.of(0.3), Network(Link(8_000_000))).share
     1.0
     """
-    thread = _Thread(network)
+    thread = _Thread(network, trace)
     worked = waited = 0.0
     for cycle in range(cycles):
         if cycle == cycles - 1:
@@ -137,18 +152,18 @@ class _Pending:
 class _Thread:
     """The training thread of one worker, and its cable."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, trace: list[Event] | None = None) -> None:
         self.now = self.worked = self.waited = 0.0
-        self._network, self._cable = network, Cable(network)
+        self._network, self._cable, self._trace = network, Cable(network), trace
         self._count = 0
         self._apart = 0.0  # how far workers are apart since they waited for each other: the variance, in seconds squared
         self._outstanding: list[tuple[int, int, list[_Pending]]] = []  # when they left, how many steps they have, and what
 
     def step(self, step: Step, compute: Compute) -> None:
         self._apart += compute.jitter**2
-        self.now += compute.forward
+        self._spend("forward", compute.forward)
         self._backward(step.in_backward, compute.backward)
-        self.now += compute.optimizer
+        self._spend("optimizer", compute.optimizer)
         self._count += 1
         self._work(step.work)
         self._send_on()
@@ -164,7 +179,7 @@ class _Thread:
         numbers = sum(exchange.numbers for exchange in exchanges) or 1
         pending: list[_Pending] = []
         for place, exchange in enumerate(exchanges):
-            self.now += seconds * exchange.numbers / numbers
+            self._spend("backward", seconds * exchange.numbers / numbers)
             last = place == len(exchanges) - 1
             pending.append(_Pending(exchange))
             self._advance(pending[-1], hidden=not last)
@@ -172,7 +187,7 @@ class _Thread:
                 for earlier in range(place - DEPTH, -1, -DEPTH):
                     self._advance(pending[earlier], hidden=True)
         if not exchanges:
-            self.now += seconds
+            self._spend("backward", seconds)
         self._finish(pending)
 
     def _after(self, exchanges: Sequence[Exchange]) -> None:
@@ -209,13 +224,16 @@ class _Thread:
             return
         if one.over_at > self.now:
             self.waited += one.over_at - self.now
+            self._note("waiting", self.now, one.over_at)
             self.now, self._apart = one.over_at, 0.0
         rounds = one.exchange.rounds
         self._work(one.exchange.work[one.launched])
         if one.launched < len(rounds):
             round_ = rounds[one.launched]
             slowest = self.now + math.sqrt(self._apart) * slowest_of(round_.world)
+            begin = max(slowest, self._cable.free_at)
             one.over_at = self._cable.launch(slowest, round_.kind, round_.wire_bytes, round_.world)
+            self._note("wire", begin, one.over_at, round_.wire_bytes)
             if hidden:  # the hosts' work on it takes time from training
                 host = self._network.host_seconds(round_.kind, round_.wire_bytes, round_.world)
                 self._work(self._network.slow_down * host)
@@ -223,4 +241,12 @@ class _Thread:
 
     def _work(self, seconds: float) -> None:
         self.worked += seconds
+        self._spend("work", seconds)
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self._note(what, self.now, self.now + seconds)
         self.now += seconds
+
+    def _note(self, what: str, begin: float, end: float, wire_bytes: float = 0.0) -> None:
+        if self._trace is not None and end > begin:
+            self._trace.append(Event(what, begin, end, wire_bytes))

@@ -26,11 +26,19 @@ LONGEST_CYCLE = 10_000  # steps: periods of moments that have nothing in common 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Forecast(Traffic):
-    """What one rank will send in `steps` steps.
+    """What one rank will send in `steps` steps: `laconic.predict` returns it.
 
-    Two forecasts are equal if they are of as many steps; a Traffic, which doesn't say of how many it is, by its numbers.
+    Two forecasts are equal if their numbers are, and if they are of as many steps. A Traffic, which doesn't say of how many it
+    is, equals one with its numbers.
 
-    >>> Forecast(400, 300, 2, steps=4)
+    Fields:
+      `payload_bytes`: what the rank hands to collectives. Default 0.
+      `wire_bytes`: the least that it puts on the cable for them: see `Traffic`. Default 0.
+      `collectives`: how many it launches. Default 0.
+      `steps`: the steps that all of these are of. Default 1.
+
+    >>> import laconic
+    >>> laconic.Forecast(400, 300, 2, steps=4)
     Forecast(payload_bytes=400, wire_bytes=300, collectives=2, steps=4, wire_bytes_per_step=75)
     """
 
@@ -38,17 +46,17 @@ class Forecast(Traffic):
 
     @property
     def payload_bytes_per_step(self) -> float:
-        """On average."""
+        """`payload_bytes` a step, on average over `steps`."""
         return self.payload_bytes / self.steps if self.steps else 0.0
 
     @property
     def wire_bytes_per_step(self) -> float:
-        """On average."""
+        """`wire_bytes` a step, on average over `steps`: compare strategies by this."""
         return self.wire_bytes / self.steps if self.steps else 0.0
 
     @property
     def collectives_per_step(self) -> float:
-        """On average."""
+        """`collectives` a step, on average over `steps`."""
         return self.collectives / self.steps if self.steps else 0.0
 
     def __eq__(self, other: object) -> bool:
@@ -78,31 +86,52 @@ def predict(
     shards: int = 1,
     shard: int = 0,
 ) -> Forecast:
-    """Bytes and collectives of one rank, worked out on meta tensors.
+    """Bytes and collectives of one rank, before anything runs.
 
-    Of `steps` steps from `step` on; by default of one cycle of the strategy, `strategy.cycle`, when every warm-up is over:
-    one step where all are alike, a whole period of local updates. The answer says how many they are, and has the numbers
-    per step: compare strategies by `wire_bytes_per_step`. `buckets` are lists of parameter names, as `run.layout()`
-    gives them; without them, DDP's own rule is followed: the parameters last to first, 1 MiB in the first bucket and 25 MiB
-    in the others. `sizes` says how many ranks a subgroup has, such as {"node": 8}; without it, all are on one node.
+    They are worked out on meta tensors: no data, no process group, and the model may be on the meta device. With the run's
+    own buckets, they equal what `run.stats()` counts. By default they are of one cycle of the strategy, when every warm-up is
+    over: one step where all are alike, a whole period of local updates. The answer says how many steps that is; compare
+    strategies by `wire_bytes_per_step`.
 
-    Of a model that `fully_shard` has sharded, a rank's bytes are those of its shards, `world_size` is the number of islands,
-    and buckets are the groups of `fully_shard`. With `shards`, a whole model is counted as if each parameter were cut by rows
-    into so many, of which this rank holds number `shard`, as `fully_shard` cuts them.
+    Of a model that `fully_shard` has sharded, a rank's bytes are those of its shards, and buckets are the groups of
+    `fully_shard`. Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's
+    optimizers have them; the cycle is one of theirs, too, or some ten thousand steps where that would be longer.
 
-    Moments with a period of their own count as numbers of their parameters' shapes and dtypes, as torch's optimizers have
-    them; the cycle is one of theirs, too, or some ten thousand steps where that would be longer. What `moments="average"`
-    sends is not counted: how many there are depends on the optimizer. Nor is a period that follows the learning rate: QSR
-    is taken at its base.
+    Not: what `moments="average"` sends, which depends on the optimizer; a period that follows the learning rate (QSR is taken
+    at its base); time, which `laconic advise` works out.
 
-    >>> import torch
+    Arguments:
+      `strategy`: an object such as `laconic.diloco(32)`, or its text.
+      `model`: a module or a DistributedDataParallel; its trained parameters count.
+      `world_size`: how many ranks average; of a sharded model, how many islands.
+      `buckets`: lists of parameter names, as `run.layout()` gives them. Default None: DDP's own rule, the parameters last to
+        first, 1 MiB in the first bucket and 25 MiB in the others.
+      `step`: the first step that is counted, from 0 on. Default 2^40, by which every warm-up is over.
+      `steps`: how many are counted. Default None: one cycle.
+      `sizes`: how many ranks a subgroup has, such as {"node": 8}. Default None: all are on one node.
+      `shards`: count a whole model as if each parameter were cut by rows into so many, as `fully_shard` cuts them. Default 1.
+      `shard`: which of them this rank holds, from 0 to `shards` - 1. Default 0.
+
+    It raises a TypeError for what is no whole number or no module; a ValueError for numbers that can't be, for a model without
+    trained parameters, for buckets with names that it doesn't train, and for a schedule that doesn't say its cycle, where
+    `steps` is not given.
+
+    >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, device="meta")
-    >>> predict("bf16()", layer, world_size=4)
+    >>> laconic.predict("bf16()", layer, world_size=4)
     Forecast(payload_bytes=2502500, wire_bytes=3003000, collectives=2, steps=1, wire_bytes_per_step=3003000)
-    >>> predict("local_sgd(16)", layer, world_size=4)
+    >>> laconic.predict("local_sgd(16)", layer, world_size=4)
     Forecast(payload_bytes=4004000, wire_bytes=6006000, collectives=1, steps=16, wire_bytes_per_step=375375)
+    >>> laconic.predict("powersgd(warmup=10)", layer, world_size=4, step=0, steps=20).wire_bytes_per_step  # 10 as ddp()
+    3030000.0
     """
     chosen = read(strategy)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    _check_whole({"world_size": world_size, "step": step, "shards": shards, "shard": shard})
+    _check_whole(
+        {f"sizes[{name!r}]": size for name, size in (sizes or {}).items()} | ({} if steps is None else {"steps": steps})
+    )
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if shards < 1 or not 0 <= shard < shards:
@@ -114,6 +143,12 @@ def predict(
     found = timeline_of(chosen, model, world_size=world_size, buckets=buckets, step=step, steps=count, sizes=sizes, cut=cut)
     total = sum((sent.traffic for one in found for sent in one.exchanges), Traffic())
     return Forecast(total.payload_bytes, total.wire_bytes, total.collectives, count)
+
+
+def _check_whole(numbers: Mapping[str, object]) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"{name} must be a whole number, such as 8, got {number!r}")
 
 
 def timeline_of(

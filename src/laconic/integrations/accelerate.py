@@ -20,7 +20,11 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 except ImportError as error:
-    raise ImportError("laconic.integrations.accelerate needs Accelerate: pip install 'laconic[accelerate]'") from error
+    raise ImportError(
+        "laconic.integrations.accelerate needs Accelerate; in laconic's folder: pip install '.[accelerate]'"
+    ) from error
+
+__all__ = ["LocalSGD", "attach"]
 
 FOLDER = "laconic"  # in the directory of `accelerator.save_state`
 
@@ -39,12 +43,35 @@ def attach(
     Steps are counted as Accelerate makes them: under `accelerator.accumulate`, one for all micro-batches of a step, and one
     where its GradScaler skips.
 
-    `accelerator.save_state(folder)`, which all ranks call together, saves the model of all ranks (`consensus`: the "mean" of
-    the replicas, the outer optimizer's "anchor", or the first rank's own, "local") and each rank's own part in
+    `accelerator.save_state(folder)`, which all ranks call together, saves the model of all ranks, and each rank's own part in
     `folder/laconic`. `load_state(folder)` goes on from there to the same bits; call it after `attach`. Elsewhere, write
     `with run.consensus():` around an evaluation, `accelerator.save_model` and `get_state_dict`.
 
-    In a single process without a process group nothing is attached, and what is returned does nothing.
+    Bytes: those of the strategy. `save_state` sends parameters once where replicas differ.
+
+    Memory: that of the strategy, and a copy of the parameters during `save_state` where replicas differ.
+
+    Not: DeepSpeed, FSDP and Megatron under Accelerate are refused. In a single process without a process group nothing is
+    attached, a warning says so, and what is returned does nothing.
+
+    Arguments:
+      `accelerator`: the Accelerator. Its GradScaler is used, if it has one.
+      `model`: what `accelerator.prepare` returned for the model.
+      `optimizer`: what it returned for the optimizer, or a list of several.
+      `strategy`: an object such as `laconic.diloco(32)`, or its text.
+      `consensus`: which model `save_state` saves where replicas differ: their "mean"; the outer optimizer's, "anchor"; or the
+        first rank's own, "local". Default "mean".
+      `check_every`: as in `laconic.attach`. Default 0.
+
+    It raises what `laconic.attach` raises, on all ranks, and a ValueError for a model that is not prepared.
+
+    >>> from laconic.integrations.accelerate import attach
+    >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+    >>> with attach(accelerator, model, optimizer, "diloco(32)") as run:  # doctest: +SKIP
+    ...     for batch in loader:
+    ...         accelerator.backward(loss(model, batch))
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
     """
     with told_to_all():
         chosen = check(strategy, consensus)
@@ -127,19 +154,31 @@ def _name(accelerator: Accelerator, model: torch.nn.Module) -> str:
 class LocalSGD:
     """In the place of `accelerate.local_sgd.LocalSGD`: the same constructor, context manager and `step`.
 
-        from laconic.integrations.accelerate import LocalSGD
-
-        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    ...
-                    optimizer.step()
-                    local_sgd.step()
-
     What differs: buffers and the optimizers' moments are averaged too, and optimizer steps are counted, not calls of `step`,
-    which does nothing here. `strategy` is any other one instead, `"diloco(8)"`; `local_sgd_steps` is not used then. `optimizer`
-    is the prepared optimizer, or several; without it, those that the accelerator has prepared over the model's parameters.
-    `run` is the run, inside of the block.
+    which does nothing here. `run` is the run, inside of the block.
+
+    Bytes: those of `local_sgd(local_sgd_steps, moments="average")`, or of `strategy`.
+
+    Memory: that of the strategy.
+
+    Arguments:
+      `accelerator`: the Accelerator.
+      `model`: what `accelerator.prepare` returned for the model.
+      `local_sgd_steps`: steps from one averaging to the next. Not used with `strategy`.
+      `enabled`: whether to do anything. Default True.
+      `strategy`: another one instead, such as `"diloco(8)"`. Default None: parameters are averaged.
+      `optimizer`: the prepared optimizer, or several. Default None: those that the accelerator has prepared over the model.
+
+    It raises what `attach` raises, and a ValueError where no optimizer over the model has been prepared.
+
+    >>> from laconic.integrations.accelerate import LocalSGD
+    >>> with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:  # doctest: +SKIP
+    ...     for batch in loader:
+    ...         with accelerator.accumulate(model):
+    ...             accelerator.backward(loss(model, batch))
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+    ...             local_sgd.step()
     """
 
     def __init__(
@@ -152,12 +191,12 @@ class LocalSGD:
         strategy: Strategy | str | None = None,
         optimizer: Any | Sequence[Any] | None = None,
     ) -> None:
-        self.enabled = enabled and accelerator.distributed_type != DistributedType.NO
+        self.enabled: bool = enabled and accelerator.distributed_type != DistributedType.NO
         with told_to_all() if self.enabled else nullcontext():
             self._strategy = check(local_sgd(local_sgd_steps, moments="average") if strategy is None else strategy, "mean")
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self._optimizer = optimizer
-        self.num_steps = 0
+        self.num_steps: int = 0
         self.run: Run | IdleRun = IdleRun(self._strategy)
 
     def step(self) -> None:

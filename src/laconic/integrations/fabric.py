@@ -37,14 +37,35 @@ def attach(
 ) -> Run | IdleRun:
     """Fabric: attach to what `fabric.setup(model, optimizer)` returned; as `laconic.attach` otherwise.
 
-        model, optimizer = fabric.setup(model, optimizer)
-        with attach(fabric, model, optimizer, "diloco(32)") as run:
-            fabric.load("last.ckpt", state)     # where there is one: resumes exactly
-            for batch in loader: ...
-                fabric.save("last.ckpt", state)  # the model of all ranks, and each rank's own part in last.ckpt.laconic
+    `fabric.save("last.ckpt", state)`, which all ranks call together, saves the model of all ranks, and each rank's own part in
+    `last.ckpt.laconic`. `fabric.load` inside of the block resumes to the same bits with it. What is saved and loaded without
+    the model is left to Fabric. Evaluate under `with run.consensus():`.
 
-    `consensus`: which model `fabric.save` saves, where replicas differ. In a single process without a process group nothing is
-    attached, and what is returned does nothing. What is saved and loaded without the model is left to Fabric.
+    Bytes: those of the strategy. `save` sends parameters once where replicas differ.
+
+    Memory: that of the strategy, and a copy of the parameters during `save` where replicas differ.
+
+    Not: in a single process without a process group nothing is attached, a warning says so, and what is returned does nothing.
+
+    Arguments:
+      `fabric`: the Fabric, with strategy "ddp" or a ModelParallelStrategy, whose mesh dimension `data_parallel` counts islands.
+      `model`: what `fabric.setup` returned for the model.
+      `optimizer`: what it returned for the optimizer, or a list of several.
+      `strategy`: an object such as `laconic.diloco(32)`, or its text.
+      `consensus`: which model `save` saves where replicas differ: their "mean"; the outer optimizer's, "anchor"; or the first
+        rank's own, "local". Default "mean".
+      `check_every`: as in `laconic.attach`. Default 0.
+
+    It raises what `laconic.attach` raises, on all ranks, and a ValueError for a model that Fabric has not set up.
+
+    >>> from laconic.integrations.lightning import attach
+    >>> model, optimizer = fabric.setup(model, optimizer)  # doctest: +SKIP
+    >>> with attach(fabric, model, optimizer, "diloco(32)") as run:  # doctest: +SKIP
+    ...     for batch in loader:
+    ...         fabric.backward(loss(model, batch))
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     fabric.save("last.ckpt", {"model": model, "optimizer": optimizer})
     """
     with told_to_all():
         chosen = check(strategy, consensus)

@@ -33,6 +33,8 @@ from laconic.integrations.training import (
 from laconic.run.run import Run
 from laconic.strategies.strategy import Strategy
 
+__all__ = ["LaconicCallback", "attach"]
+
 if "lightning.pytorch" in sys.modules:
     from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
@@ -45,16 +47,13 @@ else:
             from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
             from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, XLAStrategy
         except ImportError as error:
-            raise ImportError("laconic.integrations.lightning needs Lightning: pip install 'laconic[lightning]'") from error
+            raise ImportError(
+                "laconic.integrations.lightning needs Lightning; in laconic's folder: pip install '.[lightning]'"
+            ) from error
 
 
 class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes are not typed here
     """Train by a strategy in `Trainer.fit`; nothing else of the script changes.
-
-    - `strategy`: an object such as `laconic.diloco(32)`, or its text.
-    - `consensus`: what `validate` in mid-training and checkpoints see of replicas that differ: their "mean"; the outer
-      optimizer's model, "anchor"; or each rank's own, "local".
-    - `check_every`: as in `laconic.attach`.
 
     With `strategy="ddp"` (or another start method of it) it is attached to Lightning's DDP. With a ModelParallelStrategy, the
     dimension `data_parallel` of its mesh counts islands, and the module's `configure_model` shards over `tensor_parallel`.
@@ -62,14 +61,33 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
 
     Checkpoints: Lightning's file has the model to use. Beside it is a folder, `NAME.ckpt.laconic`, with a file a rank; where
     Lightning saves a directory, the folder is inside. `fit(ckpt_path=...)` resumes to the same bits with it, and warns without
-    it. Bytes: `validate` and each checkpoint send parameters once where replicas differ, and nothing where they don't.
+    it.
 
-    `run` is what `laconic.attach` returned, from `on_train_start` on; after training it has the final `stats()`.
+    `run` is what `laconic.attach` returned, from `on_train_start` on; after training it has the final `stats()`. The steps in
+    which the Trainer logs have `laconic/wire_bytes` and `laconic/wait_seconds` (a step), `laconic/total_wire_bytes` and
+    `laconic/drift` (at the last sync). All other methods are hooks that the Trainer calls.
+
+    Bytes: those of the strategy; `validate` in `fit` and each checkpoint send parameters once where replicas differ.
+
+    Memory: that of the strategy, and a copy of the parameters during a validation or a checkpoint where replicas differ.
+
+    Not: DeepSpeed, XLA and FSDP1 strategies are refused, and so are two of these callbacks. In a single process without a
+    process group nothing is attached, and a warning says so.
+
+    Arguments:
+      `strategy`: an object such as `laconic.diloco(32)`, or its text.
+      `consensus`: what `validate` in `fit` and checkpoints see of replicas that differ: their "mean"; the outer optimizer's
+        model, "anchor"; or each rank's own, "local". Default "mean".
+      `check_every`: as in `laconic.attach`. Default 0.
+
+    What the strategy can't be is a ValueError at once; what doesn't fit the Trainer, at the start of `fit`.
 
     >>> from laconic.integrations.lightning import LaconicCallback
     >>> callback = LaconicCallback("diloco(16, warmup=100)")
     >>> callback.strategy.warmup
     100
+    >>> trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", callbacks=[callback])  # doctest: +SKIP
+    >>> trainer.fit(model, loader)  # doctest: +SKIP
     """
 
     def __init__(self, strategy: Strategy | str, *, consensus: Consensus = "mean", check_every: int = 0) -> None:

@@ -153,7 +153,18 @@ class Training:
 
 
 class IdleRun:
-    """Stands for a run where there is nobody to communicate with: it has a Run's methods, and they do nothing."""
+    """Stands for a run where there is nobody to communicate with: it has a Run's methods, and they do nothing.
+
+    Arguments:
+      `strategy`: the one that is not attached.
+
+    >>> import laconic
+    >>> run = IdleRun(laconic.diloco(32))
+    >>> with run:
+    ...     run.sync()
+    >>> run.stats().wire_bytes
+    0
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.step = strategy, 0

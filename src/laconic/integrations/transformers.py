@@ -19,19 +19,30 @@ try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as error:
-    raise ImportError("laconic.integrations.transformers needs Transformers: pip install 'laconic[transformers]'") from error
+    raise ImportError(
+        "laconic.integrations.transformers needs Transformers; in laconic's folder: pip install '.[transformers]'"
+    ) from error
+
+__all__ = ["LaconicMixin", "LaconicTrainer"]
 
 FOLDER = "laconic"  # in each `checkpoint-N`
 
 
 class LaconicMixin:
-    """Makes any Trainer train by a strategy: `class MyTrainer(LaconicMixin, Seq2SeqTrainer): ...`.
+    """Makes any Trainer train by a strategy: derive from it and from the Trainer.
 
-    - `strategy`: an object such as `laconic.diloco(32)`, or its text; None: plain DDP, as without this class.
-    - `consensus`: the model that `evaluate`, `predict` and `save_model` use while replicas differ: their "mean"; the outer
-      optimizer's, "anchor"; or each rank's own, "local".
+    `laconic_run` is the run while it trains and, afterwards, has its `stats()`. See `LaconicTrainer` for what happens.
 
-    All other arguments are the Trainer's own. `laconic_run` is the run while it trains and, afterwards, has its `stats()`.
+    Arguments:
+      `args`, `kwargs`: what the Trainer takes.
+      `strategy`: an object such as `laconic.diloco(32)`, or its text. Default None: plain DDP, as without this class.
+      `consensus`: the model that `evaluate`, `predict` and `save_model` use while replicas differ: their "mean"; the outer
+        optimizer's, "anchor"; or each rank's own, "local". Default "mean".
+
+    >>> from laconic.integrations.transformers import LaconicMixin
+    >>> from transformers import Seq2SeqTrainer
+    >>> class MyTrainer(LaconicMixin, Seq2SeqTrainer):
+    ...     pass
     """
 
     def __init__(
@@ -51,7 +62,13 @@ class LaconicMixin:
             self.callback_handler.callbacks.insert(0, _Hooks(self))  # type: ignore[attr-defined]  # the Trainer's
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; other ranks are told of an exception."""
+        """As the Trainer's; other ranks are told of an exception.
+
+        Arguments:
+          `resume_from_checkpoint`: a `checkpoint-N`, or True for the last one. With its folder `laconic` the run resumes to the
+            same bits, else from the saved model, with one warning. Default None: from the start.
+          `args`, `kwargs`: what the Trainer takes.
+        """
         self._refuse_sharding()
         path = resume_from_checkpoint
         if path is True:
@@ -64,17 +81,21 @@ class LaconicMixin:
             raise
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of the model of all ranks."""
+        """As the Trainer's, of the model of all ranks; `args` and `kwargs` are what the Trainer takes."""
         with self._evaluating():
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of the model of all ranks."""
+        """As the Trainer's, of the model of all ranks; `args` and `kwargs` are what the Trainer takes."""
         with self._evaluating():
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's, of the model of all ranks; all ranks together, while it trains."""
+        """As the Trainer's, of the model of all ranks; all ranks together, while it trains.
+
+        Arguments:
+          `output_dir`: where to. Default None: the Trainer's own.
+        """
         checkpoint = _internal_call and output_dir is not None  # the Trainer begins `checkpoint-N` with this
         whole = checkpoint and not self.args.save_only_model  # type: ignore[attr-defined]
         training, folder = self._training if whole else None, Path(str(output_dir), FOLDER)
@@ -99,7 +120,12 @@ class LaconicMixin:
         return samples, None if tokens is None else tokens * settings.world_size
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; the rows of training have bytes, waits and drift as well."""
+        """As the Trainer's; the rows of training have bytes, waits and drift as well.
+
+        Arguments:
+          `logs`: the row.
+          `args`, `kwargs`: what the Trainer takes.
+        """
         if self._training is not None and "loss" in logs:
             logs = {**logs, **self._training.metrics()}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
@@ -173,13 +199,31 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]  # Transformers' classes ar
 
 
 class LaconicTrainer(LaconicMixin, Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` by a strategy: `LaconicTrainer(strategy="int8()", model=model, args=args, ...)`.
+    """`transformers.Trainer` by a strategy.
 
     `TrainingArguments` stay as they are. (One means less: `average_tokens_across_devices`, a collective in each step, is for
     the steps in which all ranks average their gradients. In the others, a rank divides its loss by its own tokens.)
 
     `evaluate`, `predict`, `save_model` and checkpoints use the model of all ranks. `resume_from_checkpoint` resumes to the same
     bits: each `checkpoint-N` has a folder `laconic` with a file a rank. Rows of the log have `laconic/wire_bytes`,
-    `laconic/wait_seconds` (a step) and `laconic/drift`, so all reporters show them. See `LaconicMixin` for the arguments, and
-    for other Trainers.
+    `laconic/wait_seconds` (a step), `laconic/total_wire_bytes` and `laconic/drift`, so all reporters show them. `laconic_run`
+    is the run. For other Trainers there is `LaconicMixin`.
+
+    Bytes: those of the strategy; an evaluation or a checkpoint sends parameters once where replicas differ.
+
+    Memory: that of the strategy, and a copy of the parameters during an evaluation or a checkpoint where replicas differ.
+
+    Not: DeepSpeed and FSDP under the Trainer are refused. In a single process without a process group nothing is attached, and
+    a warning says so.
+
+    Arguments:
+      `strategy`: an object such as `laconic.diloco(32)`, or its text. Default None: plain DDP.
+      `consensus`: the model that is evaluated and saved while replicas differ: their "mean"; the outer optimizer's, "anchor";
+        or each rank's own, "local". Default "mean".
+      `args`, `kwargs`: all other arguments are the Trainer's own.
+
+    >>> from laconic.integrations.transformers import LaconicTrainer
+    >>> trainer = LaconicTrainer(strategy="int8()", model=model, args=args, train_dataset=data)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    >>> trainer.laconic_run.stats().wire_bytes_per_step  # doctest: +SKIP
     """

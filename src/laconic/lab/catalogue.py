@@ -2,13 +2,17 @@
 
 import inspect
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 from laconic.reducers import discover
 from laconic.strategies.naming import own
 from laconic.strategies.outer import Outer
+from laconic.strategies.parsing import nearest
 from laconic.strategies.recipe import recipes
 from laconic.strategies.schedules import Schedule
+from laconic.strategies.strategy import render
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,19 @@ def entries() -> dict[str, list[Entry]]:
     }
 
 
+def named(names: Iterable[str]) -> dict[str, list[Entry]]:
+    """Of these alone, all that their docstrings say, but for the examples."""
+    things = {**recipes(), **discover(), **own()}
+    found = []
+    for name in names:
+        name = name.partition("(")[0]
+        if name not in things:
+            raise ValueError(f"laconic has no {name!r}{nearest(name, things)}")
+        text = (inspect.getdoc(things[name]) or "").partition("\n>>>")[0].strip()
+        found.append(Entry(f"{name}{_signature(things[name])}", text.split("\n")))
+    return {"What they do": found}
+
+
 def _parts(base: type) -> list[Entry]:
     return [_entry(name, kind) for name, kind in own().items() if issubclass(kind, base)]
 
@@ -36,13 +53,18 @@ def _parts(base: type) -> list[Entry]:
 def _entry(name: str, thing: object) -> Entry:
     text = inspect.getdoc(thing) or ""
     facts = re.findall(r"((?:Bytes|Paper): .*?)(?=(?:\s\s(?:Memory|Paper|Bytes):)|\n\n|\n[A-Z>]|$)", text, re.DOTALL)
-    return Entry(f"{name}{_signature(thing)}", [text.split("\n")[0], *(" ".join(fact.split()) for fact in facts)])
+    first = re.split(r"\s(?:Bytes|Memory|Paper): ", text.split("\n")[0])[0]
+    return Entry(f"{name}{_signature(thing)}", [first, *(" ".join(fact.split()) for fact in facts)])
 
 
 def _signature(thing: object) -> str:
+    """As it is called, with defaults as texts have them."""
     assert callable(thing)
-    parts = [
-        parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
-        for parameter in inspect.signature(thing).parameters.values()
-    ]
+    made: dict[str, Any] = {name: f.default_factory for name, f in getattr(thing, "__dataclass_fields__", {}).items()}
+    parts = []
+    for parameter in inspect.signature(thing).parameters.values():
+        factory, default = made.get(parameter.name, MISSING), parameter.default
+        if factory is not MISSING:
+            default = factory()
+        parts.append(parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={render(default)}")
     return f"({', '.join(parts)})"

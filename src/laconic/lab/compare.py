@@ -17,6 +17,7 @@ from laconic.lab.workers import Workers
 from laconic.report import comparison_records as records
 from laconic.report.comparison_records import Record, Results
 from laconic.report.live_comparison import Board
+from laconic.strategies.parsing import saved
 
 LOOKS, WARMUP = 8, 5
 QUIET_SECONDS = 0.1  # without a byte on the cable, and nothing is outstanding any more
@@ -105,6 +106,12 @@ def resumed(results: Results, comparison: Comparison, out: Path) -> None:
             f"{results.task} is not what it was when {out} was made ({before.fingerprint}, now {results.fingerprint}): "
             "runs of two models don't compare; give another --out, or leave --resume away"
         )
+    texts = {laconic.strategy(text).compared: text for text in comparison.strategies}
+    for run in before.runs:
+        try:
+            run.strategy = texts.get(saved(run.strategy).compared, run.strategy)  # it may have been written in other words
+        except ValueError:
+            continue  # a reducer of the user's own that this comparison has not
     results.runs = before.runs
 
 

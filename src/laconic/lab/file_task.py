@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import re
 import sys
 import traceback
@@ -14,7 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import laconic
+
 HELD_OUT_SEED = 987654321
+INSIDE = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, laconic) if module.__file__)
 FUNCTIONS = {"model": "", "optimizer": "model", "batches": "rank, world, seed", "loss": "model, batch"}
 
 
@@ -93,16 +97,42 @@ class FileTask:
 
 
 def blame(error: BaseException, path: str) -> str:
-    """An error's traceback from the user's file on; without the lab's own frames, which tell a user nothing.
+    """An error's traceback from the user's file on; without frames of torch or of laconic, which tell a user nothing.
 
-    Where the file has no part in it, all of it.
+    Where the file has no part in it, all of it; or the message, where laconic refuses something.
     """
     if isinstance(error, TaskError):
         return str(error)
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename != path:
         frame = frame.tb_next
-    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__)).rstrip()
+    if frame is None and isinstance(error, ValueError | TypeError) and _raised_in(error).startswith(INSIDE[-1]):
+        return f"{type(error).__name__}: {error}"  # laconic says what is wrong with what it was given
+    found = traceback.TracebackException(type(error), error, frame or error.__traceback__)
+    inside = sum(_only_own_frames(one) for one in _chain(found)) if frame is not None else 0
+    lines = "".join(found.format()).rstrip()
+    return f"{lines}\n({inside} frames inside torch and laconic are left out)" if inside else lines
+
+
+def _raised_in(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].filename if frames else ""
+
+
+def _chain(error: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    """An error, and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _only_own_frames(error: traceback.TracebackException) -> int:
+    """Leave frames out that lie in torch or laconic, if others are left; how many those were."""
+    own = [one for one in error.stack if not one.filename.startswith((*INSIDE, "<frozen"))]
+    inside = len(error.stack) - len(own) if own else 0
+    if inside:
+        error.stack = traceback.StackSummary.from_list(own)
+    return inside
 
 
 def _loaded(path: Path) -> Any:

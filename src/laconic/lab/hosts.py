@@ -19,6 +19,7 @@ from typing import Any
 
 from laconic.cost.link import Link
 from laconic.lab.link import KILLED
+from laconic.run.environment import expect_no_effect
 
 BURST_BYTES = 256 * 1024  # smaller ones split the kernel's large packets, which costs cores; but what fits is not limited:
 SHORTEST_BURST_BYTES, BURST_SECONDS = 64 * 1024, 0.025  # so on a slow link it is as much as passes in that time
@@ -206,6 +207,7 @@ def _name_killed(children: "Sequence[subprocess.Popen[bytes]]") -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """What the processes that are started here become."""
+    expect_no_effect()  # of LACONIC_STRATEGY, which is for the script that a worker becomes
     match arguments:
         case ("hosts", plan):
             sys.exit(_hosts(json.loads(plan)))

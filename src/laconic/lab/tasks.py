@@ -63,8 +63,9 @@ def load(text: str) -> Task:
         return BytesGPT(size or "1m")
     if name == "digits" and not size:
         return Digits()
-    near = get_close_matches(name, ["bytes-gpt", "digits"], 1, 0)[0]
-    raise ValueError(f"there is no task {text!r}; did you mean {near}? Tasks: {', '.join(NAMES)}, or the path of a .py file")
+    near = get_close_matches(name, ["bytes-gpt", "digits"], 1, 0.4)
+    hint = f"; did you mean {near[0]}?" if near else "."
+    raise ValueError(f"there is no task {text!r}{hint} Tasks: {', '.join(NAMES)}, or the path of a .py file")
 
 
 class BytesGPT:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from laconic.cost.link import Link
@@ -29,8 +29,13 @@ def ensure(
         with Workers(jobs, workers, Link()) as made:
             for seed in missing:
                 say(f"warm start, seed {seed}: {steps} steps of ddp() without a limit; kept in {folder()}")
-                made.told(f"the warm start of seed {seed}", lambda facts: None)
+                made.told(f"the warm start of seed {seed}", lambda facts: _pass_on(facts, say))
     return {seed: str(path) for seed, path in found.items()}
+
+
+def _pass_on(facts: Mapping[str, object], say: Callable[[str], object]) -> None:
+    if "line" in facts:
+        say(f"warm start, worker {facts['rank']} prints: {facts['line']}")
 
 
 def _beside(task: str) -> str:

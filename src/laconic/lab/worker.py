@@ -1,6 +1,7 @@
 """One worker of a comparison: trains a task by one strategy after the other, and tells how it goes."""
 
 import gc
+import io
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,40 @@ from laconic.probing.probe import measure
 TICK_SECONDS, PACE = 0.5, 1000  # how often the step is told; of how many steps, the last ones, the pace is kept
 PACED, MOST_PACED = 6, 512  # steps by which the pace of a run is judged: at first, and at most
 OTHER_DATA = 1_000_003  # added to a seed, for steps that are no part of a run: it must not see their batches again
+MOST_SAID, MOST_CHARACTERS = 40, 600  # lines of a job that are passed on, and characters of each: see `tell`
+STDOUT = 1
 LINE_PREFIX = "laconic-lab"  # begins the lines that are meant for the lab
 
 
 def tell(facts: Mapping[str, object]) -> None:
     """A line for the lab, in one write: up to 4096 bytes, the lines of several workers don't mix in a pipe."""
-    os.write(sys.stdout.fileno(), f"\n{LINE_PREFIX} {json.dumps(facts)}\n".encode())
+    os.write(STDOUT, f"\n{LINE_PREFIX} {json.dumps(facts)}\n".encode())
+
+
+class Said(io.TextIOBase):
+    """Stands for `sys.stdout` while a job runs: what the task prints is told, line by line, with the number of the worker."""
+
+    def __init__(self) -> None:
+        self._line, self._lines = "", 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return STDOUT
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._lines += 1
+            if self._lines <= MOST_SAID + 1:
+                said = (
+                    line[:MOST_CHARACTERS]
+                    if self._lines <= MOST_SAID
+                    else f"(more than {MOST_SAID} lines; the rest is left out)"
+                )
+                tell({"kind": "said", "rank": os.environ.get("RANK"), "line": said})
+        return len(text)
 
 
 def warm_up(job: Mapping[str, Any]) -> None:
@@ -225,12 +255,13 @@ def main() -> None:
         mesh = _mesh(int(os.environ["LOCAL_WORLD_SIZE"]))
         for job in jobs:
             dist.barrier()
-            if "warm" in job:
-                warm_up(job)
-            elif "probe_seconds" in job:
-                probe(job, mesh)
-            else:
-                train(job, mesh)
+            with redirect_stdout(Said()):
+                if "warm" in job:
+                    warm_up(job)
+                elif "probe_seconds" in job:
+                    probe(job, mesh)
+                else:
+                    train(job, mesh)
             gc.collect()  # DDP's cycles go before the next one, and before the process group
         dist.destroy_process_group()
     except BaseException as error:

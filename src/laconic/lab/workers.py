@@ -51,7 +51,7 @@ class Workers:
     def told(self, name: str, progress: Callable[[dict[str, Any]], object]) -> Told:
         """What they tell of the next job until they tell its end; `name` is what an error calls it."""
         assert self._process is not None
-        told: Told = {kind: [] for kind in ("plan", "tick", "look", "pace", "error", "end")}
+        told: Told = {kind: [] for kind in ("plan", "tick", "look", "pace", "said", "error", "end")}
         other: list[str] = []
         for line in self._process.stdout or ():
             if not line.startswith(LINE_PREFIX):
@@ -61,7 +61,7 @@ class Workers:
             told[facts["kind"]].append(facts)
             if facts["kind"] == "end":
                 return told
-            if facts["kind"] in ("plan", "tick", "look"):
+            if facts["kind"] in ("plan", "tick", "look", "said"):
                 progress(facts)
         raise WorkerError(_explained(name, told["error"], other, self._process.wait()))
 

@@ -38,10 +38,32 @@ class Promise:
 def probe(
     group: dist.ProcessGroup | None = None, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None
 ) -> Probe:
-    """Measure the network of a process group, by default of all ranks. All of its ranks call it together, and get the same.
+    """Measure the network of a process group: how long collectives take, what the link between hosts is, and who is slow.
 
-    Nothing else may communicate or train meanwhile. `progress` is told the share of the time that has passed, from 0 to 1. See
-    `docs/probe.md` for what is measured, and `laconic probe` for the command.
+    All of the group's ranks call it together, and all get the same answer. Nothing else may communicate or train meanwhile.
+    `laconic probe` is the command, `docs/probe.md` says what is measured and how.
+
+    Maths: for each kind of collective, time = alpha + beta * bytes, the line of least |log(fitted / measured)|.
+
+    Bytes: as many as pass in the time: all-reduces, all-gathers and all-to-alls of 1 KB to 64 MB, and transfers between pairs
+    of hosts. `laconic probe` prints before it begins how many a rank sends at most; `wire_bytes` of the answer is what it sent.
+
+    Memory: messages of up to 64 MB; in a probe of 8 seconds or more, four at once.
+
+    Not: it can't tell a link where all ranks are on one host, or where processors are the limit. It has not run on a GPU.
+
+    Arguments:
+      `group`: the process group. Default None: all ranks.
+      `seconds`: how long it may take, from 0.1 to 60; in less than 8, several collectives at once are left out. Default 30.
+      `progress`: called with the share of the time that has passed, from 0 to 1. Default None.
+
+    It raises a ValueError for a group of one rank, for seconds that can't be, on a rank outside of the group, and where ranks
+    were given different things; a RuntimeError without a process group; and a CommunicationError where a rank is lost.
+
+    >>> import laconic
+    >>> found = laconic.probe(seconds=10)  # on two ranks  # doctest: +SKIP
+    >>> found.bits_per_second, found.link_note  # doctest: +SKIP
+    (None, "all ranks are on one host: no link was measured, only this machine's own speed")
     """
     if not dist.is_initialized():
         raise RuntimeError("laconic.probe measures a process group: call torch.distributed.init_process_group first")
@@ -98,6 +120,8 @@ def check(world: int, seconds: float) -> None:
         raise ValueError(
             "a probe needs two ranks at least, got one: there is nobody to communicate with; give --nproc-per-node 2"
         )
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):  # type: ignore[redundant-expr]  # it may be anything
+        raise TypeError(f"seconds must be a number, got {seconds!r}")
     if not SHORTEST <= seconds <= LONGEST:
         raise ValueError(f"a probe takes from {SHORTEST:g} to {LONGEST:g} seconds, got {seconds:g}")
 

@@ -15,7 +15,19 @@ REFUSED, FAILED = "refused", "failed"  # how a rank came to an agreement that ha
 
 
 class PeerError(RuntimeError):
-    """Another rank could not do its part."""
+    """Another rank could not do its part, by no fault of what anybody was given: it can't read a file, or has no compiler.
+
+    All ranks that could do theirs raise it, and its text has each rank that failed, with its error. That rank raises the error
+    itself. (What a rank was given and can't use is a ValueError on all ranks instead.)
+
+    >>> import laconic
+    >>> try:  # doctest: +SKIP
+    ...     run = laconic.attach(model, optimizer, "int8()", fused=True)
+    ... except laconic.PeerError as error:
+    ...     print(error)
+    other ranks failed:
+      rank 1: CompilerError: fused=True compiles with a C++ compiler, and there is no g++ or clang++; install one, or ...
+    """
 
 
 def gather_texts(text: str, device: torch.device) -> Rounds[list[str]]:

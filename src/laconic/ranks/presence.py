@@ -19,7 +19,24 @@ from laconic.comm.group import TorchGroup
 
 
 class UnevenError(RuntimeError):
-    """Ranks made different numbers of steps."""
+    """Ranks made different numbers of steps, or one has left while others need it.
+
+    Every rank that finds out raises it: at the end of the block, at a sync, and five seconds after it began to wait for a rank
+    that has gone. Its text has the step of each rank that is known, and the error of one that has failed. Give every rank as
+    many batches, or attach with `uneven="stop"`.
+
+    Not: on an accelerator, whose waits don't block the host, a rank that waits in backward finds out by the timeout of the
+    process group.
+
+    >>> import laconic
+    >>> try:  # doctest: +SKIP
+    ...     with laconic.attach(model, optimizer, "local_sgd(100)"):
+    ...         for batch in batches:  # 3 of them on rank 0, 5 on rank 1
+    ...             loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+    ... except laconic.UnevenError as error:
+    ...     print(error)
+    the ranks are not in step: rank 0 left after 3 steps, rank 1 left after 5 steps; give every rank as many batches, ...
+    """
 
 
 def gather_flags(mine: bool, device: torch.device) -> Rounds[list[bool]]:

@@ -14,7 +14,18 @@ from laconic.comm.ledger import Ledger
 
 
 class ReplicaError(RuntimeError):
-    """What must be the same on all ranks is not."""
+    """What must be the same on all ranks is not.
+
+    `laconic.check_replicas` raises it on every rank, also where `attach(..., check_every=)` calls it. Its text names the first
+    tensor that differs and the ranks in the minority. Go on from a checkpoint that was saved before.
+
+    >>> import laconic
+    >>> try:  # doctest: +SKIP
+    ...     laconic.check_replicas(run)  # after rank 1 alone has written to a weight
+    ... except laconic.ReplicaError as error:
+    ...     print(error)
+    after 3 steps, weight is not the same on rank 1 as on rank 0
+    """
 
 
 def compare(tensors: Mapping[str, Tensor], group: TorchGroup, ledger: Ledger, device: torch.device, step: int) -> None:

@@ -16,7 +16,12 @@ from laconic.kernels.kernel import Kernel
 def checked(reducer: object, name: str) -> "Reducer":
     """Refuse what can't be a part of a strategy: its text must say all that makes it differ from another."""
     if not isinstance(reducer, Reducer):
-        raise TypeError(f"{name} must be a Reducer such as Cast('bf16'), got {reducer!r}")
+        hint, inside = "", getattr(reducer, "reducer", None)
+        if isinstance(inside, Reducer):
+            hint = f", which is a strategy; give its reducer, {inside!r}"
+        elif isinstance(reducer, type) and issubclass(reducer, Reducer):
+            hint = f"; give an instance, {reducer.__name__}()"
+        raise TypeError(f"{name} must be a Reducer such as Cast('bf16'), got {reducer!r}{hint}")
     checked_frozen(reducer)
     name = type(reducer).__name__
     if not isinstance(reducer.memory, Mapping):
@@ -73,9 +78,26 @@ Memory: TypeAlias = Literal["own", "shared"]
 class Reducer(ABC):
     """How a bucket is averaged over the ranks: a frozen dataclass of hyperparameters, and one generator.
 
-    `reduce` yields collectives and returns the mean. It does no I/O, knows no process group, and never reads a value into
-    Python, so that the same lines run in DDP's backward, in `simulate` and, on meta tensors, in `predict`. Its memory is in
-    `bucket.slots`, written by the function that it returns as `finish`.
+    Derive a frozen dataclass from it and write `reduce`, which yields collectives and returns the mean. It does no I/O, knows
+    no process group, and never reads a value into Python, so that the same lines run in DDP's backward, in `simulate` and, on
+    meta tensors, in `predict`. Its memory is in `bucket.slots`, written by the function that it returns as `finish`. These
+    class attributes have defaults:
+
+    - `memory`: the keys of its slots, and whose each is: "own", each rank has another, or "shared", the same bits on all.
+    - `exchange_cycle`: exchanges after which it sends as much again. Default 2.
+    - `writes_residual`: whether it writes its error into `bucket.residual`, where that is given. Default False.
+    - `takes_shards`: whether a bucket may hold this rank's shards of parameters instead of whole ones. Default True.
+
+    >>> from dataclasses import dataclass
+    >>> import torch, laconic
+    >>> @dataclass(frozen=True)
+    ... class Halves(laconic.Reducer):
+    ...     def reduce(self, bucket):
+    ...         mean = yield laconic.AllReduce(bucket.flat.bfloat16())
+    ...         return laconic.Reduced(bucket.flat.copy_(mean))
+    >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> laconic.predict(laconic.ddp(reducer=Halves()), layer, world_size=4).wire_bytes  # 2(N-1)/N * 2n
+    3000000
     """
 
     # The keys of its slots, and whose each is. On another number of ranks every rank gets the mean of what the old ones had
@@ -90,10 +112,10 @@ class Reducer(ABC):
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Exchange:
-        """Average `bucket.flat` over the group."""
+        """Average `bucket.flat` over the group: yield collectives, return a `Reduced`."""
 
     def is_plain(self, step: int) -> bool:
-        """Whether in this step it is one all-reduce of the bucket as it is, whose answer is the mean, and remembers nothing."""
+        """Whether in `step` it is one all-reduce of the bucket as it is, whose answer is the mean, and remembers nothing."""
         return False
 
     @property

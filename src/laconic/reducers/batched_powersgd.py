@@ -17,13 +17,25 @@ class BatchedPowerSGD(Reducer):
 
     Maths: that of `PowerSGD`, once. The square has nothing to do with the parameters' own shapes, so it takes a higher rank to
     be as good; and it depends on DDP's buckets: other buckets, another square, and the warm start begins anew.
-    Bytes: 2(N-1)/N * 8 r √n, in two all-reduces a bucket.
-    Biased: wrap it in ErrorFeedback.
+
+    Bytes: 2(N-1)/N * 8 r √n, in two all-reduces a bucket (N ranks, n numbers in the bucket, rank r).
+
+    Memory: r √n numbers a bucket, the last Q.
+
     Paper: Vogels et al. 2019, arXiv:1905.13727, as torch batches it.
 
-    >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.BatchedPowerSGD(rank=2))))
-    'ddp(reducer=ErrorFeedback(inner=BatchedPowerSGD(rank=2)))'
+    Not: unbiased: wrap it in `ErrorFeedback`. Not for sharded models.
+
+    Arguments:
+      `rank`: columns of the two factors. Default 1.
+      `warm_start`: begin with the last exchange's Q; False: with random numbers each time. Default True.
+      `seed`: of the first Q, the same on all ranks. Default 0.
+
+    >>> import torch, laconic
+    >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> strategy = laconic.ddp(reducer=laconic.ErrorFeedback(laconic.BatchedPowerSGD(rank=4)))
+    >>> laconic.predict(strategy, layer, world_size=4).wire_bytes
+    48000
     """
 
     rank: int = 1

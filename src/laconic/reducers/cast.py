@@ -25,12 +25,21 @@ class Cast(Reducer):
     rounds the mean once and hands it to all; two roundings, whatever N is. accumulate="wire": the backend's all-reduce
     adds in 16 bits; N roundings, one message fewer. fp16 reaches 65504 only, so with accumulate="fp32" other numbers are
     scaled by 2^-⌈log2 N⌉ first, which costs no mantissa bit: what a rank sends may be N times as large as the mean.
-    Bytes: 2(N-1)/N * 2n either way (all-to-all + all-gather, or all-reduce).
-    Not for tiny gradients in fp16: what is below 6e-8 * N comes out as zero. bf16 has the range of fp32.
 
-    >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.Cast("fp16", accumulate="wire")))
-    "ddp(reducer=Cast(dtype='fp16', accumulate='wire'))"
+    Bytes: 2(N-1)/N * 2n either way, in an all-to-all and an all-gather, or an all-reduce (N ranks, n numbers).
+
+    Memory: none.
+
+    Not: for tiny gradients in fp16: what is below 6e-8 * N comes out as zero. bf16 has the range of fp32.
+
+    Arguments:
+      `dtype`: "bf16" or "fp16", or torch's own. Default "bf16".
+      `accumulate`: where 16-bit numbers are summed: "fp32", by their owner, or "wire", by the backend. Default "fp32".
+
+    >>> import torch, laconic
+    >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> laconic.predict(laconic.ddp(reducer=laconic.Cast("bf16")), layer, world_size=4).wire_bytes  # 2(N-1)/N * 2n
+    3000000
     """
 
     dtype: str = "bf16"

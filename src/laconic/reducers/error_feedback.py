@@ -21,13 +21,28 @@ class ErrorFeedback(Reducer):
     Maths: x = g + decay * e;  send C(x);  e = x - C(x). With decay 1 nothing is ever lost: what has been applied, plus the
     mean of the ranks' e, is the sum of all true means. e is kept in units of the unscaled loss: a GradScaler may change
     its scale at any step. A value that is not finite, on any rank, leaves every rank's e as it was.
-    With dtype="bf16", e is kept in 16 bits: half the memory, and what is rounded away is lost.
-    Bytes: the inner reducer's.  Memory: one number a parameter.
+
+    Bytes: the inner reducer's.
+
+    Memory: n numbers, for n that are averaged; and the inner reducer's.
+
     Paper: Seide et al. 2014; Karimireddy et al. 2019, arXiv:1901.09847.
 
-    >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Sign())))
-    'ddp(reducer=ErrorFeedback(inner=Sign()))'
+    Arguments:
+      `inner`: the reducer that sends x.
+      `decay`: how much of what was left out goes into the next message, from 0 to 1. Default 1.0.
+      `dtype`: "bf16" keeps e in 16 bits: half the memory, and what is rounded away is lost; None: as the gradients.
+        Default None.
+
+    >>> import torch, laconic
+    >>> reducer, slot = laconic.ErrorFeedback(laconic.TopK(0.5)), {}
+    >>> for gradient in ([1.0, 0.25], [0.5, 0.5]):
+    ...     flat = torch.tensor(gradient)
+    ...     (alone,) = laconic.simulate([reducer.reduce(laconic.Bucket(flat, [flat], ["w"], [slot], rank=0, world=1))])
+    ...     alone.finish()
+    ...     print(alone.mean, slot["error"])
+    tensor([1., 0.]) tensor([0.0000, 0.2500])
+    tensor([0.0000, 0.7500]) tensor([0.5000, 0.0000])
     """
 
     inner: Reducer
@@ -86,7 +101,13 @@ class Release(Reducer):
     """What a former strategy's error feedback still holds goes into this exchange, once, and is forgotten.
 
     `run.swap` puts it around a reducer that has no error feedback of its own, so that no gradient is lost.
+
     Bytes: the inner reducer's.
+
+    Memory: what is there already, which stays, as zeros; and the inner reducer's.
+
+    Arguments:
+      `inner`: the reducer that sends it.
 
     >>> import laconic
     >>> str(laconic.ddp(reducer=laconic.Release(laconic.Exact())))

@@ -24,10 +24,19 @@ class Momentum(Reducer):
     m' is the next m, the same on all ranks. An optimizer whose momentum has the same beta, as Adam's first moment, then
     has m' as its momentum, whatever it had before. x changes little from step to step and is less noisy than g, so a coarse
     `inner` loses less of it; but the gradient that is handed on is up to 1 / (1 - beta) times as noisy, so that Adam's second
-    moment must not follow it: use it with second_moment="slow". And its norm must not be clipped: that would cut nearly every
-    step.
-    Bytes: the inner reducer's.  Memory: one number a parameter, and the inner reducer's.
+    moment must not follow it: use it with second_moment="slow".
+
+    Bytes: the inner reducer's.
+
+    Memory: n numbers, for n that are averaged; and the inner reducer's.
+
     Paper: Tang et al. 2021, arXiv:2102.02888 (1-bit Adam).
+
+    Not: with clipping of gradient norms: that would cut nearly every step.
+
+    Arguments:
+      `inner`: the reducer that sends the momentum.
+      `beta`: its decay, that of the optimizer's own momentum, at least 0 and below 1. Default 0.9.
 
     >>> import laconic
     >>> str(laconic.ddp(reducer=laconic.Momentum(laconic.ErrorFeedback(laconic.Sign())), second_moment="slow"))

@@ -18,13 +18,24 @@ class RandomK(Reducer):
     """Send entries that all ranks draw alike, so that no index travels.
 
     Maths: per parameter of s entries, k = max(1, ⌈ratio * s⌉) of them, evenly spaced from a random start: each entry is as
-    likely as any other. The rest of the mean is zero. Biased: wrap it in ErrorFeedback.
+    likely as any other. The rest of the mean is zero.
+
     Bytes: 2(N-1)/N * 4(k + 1 per bucket), in one all-reduce, at any N.
+
+    Memory: none.
+
     Paper: Stich et al. 2018, arXiv:1809.07599.
 
-    >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.RandomK(ratio=0.05)))
-    'ddp(reducer=RandomK(ratio=0.05))'
+    Not: unbiased: wrap it in `ErrorFeedback`.
+
+    Arguments:
+      `ratio`: the share of entries that is sent, above 0 and at most 1. Default 0.01.
+      `seed`: of the draw, the same on all ranks. Default 0.
+
+    >>> import torch, laconic
+    >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> laconic.predict(laconic.ddp(reducer=laconic.RandomK(0.05)), layer, world_size=4).wire_bytes
+    300006
     """
 
     ratio: float = 0.01

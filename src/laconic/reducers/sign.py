@@ -29,15 +29,26 @@ class Sign(Reducer):
     Maths: a block b of numbers becomes sign(b) * mean|b|, where the sign of 0 is +. With two phases each rank owns one N-th of
     the bucket: it collects everybody's signs of its part, adds its own numbers there as they are, and sends the signs of the
     mean to all. What the second signs leave out is in the owner's error. With one phase every rank gathers the signs of all,
-    with one size for each parameter, and the mean is the mean of what all ranks sent. Biased: wrap it in ErrorFeedback.
+    with one size for each parameter, and the mean is the mean of what all ranks sent.
+
     Bytes: 2(N-1)/N * n * (1/8 + 4/block), in an all-to-all and an all-gather: 1/21 of fp32 at any N. With one phase
     (N-1) * (n/8 + 4 per parameter) in one all-gather, which grows with N: from N = 64 on it is more than fp32.
+
+    Memory: none.
+
     Paper: Bernstein et al. 2018, arXiv:1802.04434; Karimireddy et al. 2019, arXiv:1901.09847. Two phases: Tang et al. 2021,
     arXiv:2102.02888 (1-bit Adam).
 
-    >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.Sign()))
-    'ddp(reducer=Sign())'
+    Not: unbiased: wrap it in `ErrorFeedback`.
+
+    Arguments:
+      `block`: numbers that share a size, at least 8; with two phases only. Default 64.
+      `phases`: 2, or 1 to gather the signs of all ranks. Default 2.
+
+    >>> import torch, laconic
+    >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+    >>> laconic.predict(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Sign())), layer, world_size=4).wire_bytes
+    281280
     """
 
     block: int = 64

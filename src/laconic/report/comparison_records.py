@@ -77,15 +77,21 @@ def check_room(folder: Path) -> None:
     """Whether a record can be written there at all: to be known before the work, not after it."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out must be a folder, and {folder} is a file")
-    made = [part for part in (folder, *folder.parents) if not part.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    probe = folder / f"{FILE}.probe"
     try:
-        write_whole(probe, " " * 1_000_000)
-    finally:
-        probe.unlink(missing_ok=True)
-        for part in made:
-            part.rmdir()
+        made = [part for part in (folder, *folder.parents) if not part.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f"{FILE}.probe"
+        try:
+            write_whole(probe, " " * 1_000_000)
+        finally:
+            probe.unlink(missing_ok=True)
+            for part in made:
+                part.rmdir()
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written into --out {folder} ({error.strerror or error}); give a folder that you can write to, "
+            "with --out"
+        ) from error
 
 
 def write_whole(path: Path, text: str) -> None:

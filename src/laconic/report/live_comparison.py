@@ -38,7 +38,10 @@ class Board:
         line.step, line.since = 0, None
 
     def heard(self, strategy: str, facts: dict[str, Any]) -> None:
-        """A worker tells how many steps it will make, then which it is at, and now and then its loss."""
+        """A worker tells how many steps it will make, then which it is at, now and then its loss, and what its task prints."""
+        if "line" in facts:
+            self.say(f"{strategy}, worker {facts['rank']} prints: {facts['line']}")
+            return
         line = self._lines[strategy]
         if "steps" in facts:
             line.steps = facts["steps"]

@@ -13,6 +13,16 @@ from laconic.report.meter_records import RankRecord, files_of, read, worst
 from laconic.report.terminal import human
 
 RECENT_STEPS, SILENT_SECONDS = 50, 15
+LEGEND = (
+    f"Means of about the last {RECENT_STEPS} steps. bytes/step: what a rank put on the cable, counted. waiting: share of the "
+    "time in which the training thread stood still for a collective. encoding: share in which exchanges encoded and decoded. "
+    f"state: silent, if no step has come for {SILENT_SECONDS} s."
+)
+SYNC_LEGEND = (
+    " last sync: norm of this rank's delta and of the mean, cosine between the ranks' deltas, drift (distance of the replicas "
+    "from their mean, root mean square)."
+)
+LAYERS_LEGEND = " lost: ||x - sent|| / ||x||, of the three layers that lose most."
 
 
 def watch(folder: Path, console: Console, *, once: bool = False) -> None:
@@ -46,7 +56,8 @@ def picture(records: list[RankRecord]) -> Group:
         return Group(Text("the run has just begun"))
     elastic = [record for record in records if "worker" in record.start]
     first = max(records, key=lambda record: len(record.syncs)) if elastic else records[0]
-    who = f"{len(elastic)} workers" if elastic else f"{first.start['world']} ranks"
+    count, name = (len(elastic), "worker") if elastic else (first.start["world"], "rank")
+    who = f"{count} {name}{'' if count == 1 else 's'}"
     title = f"{first.strategy}, {who}, {first.start['parameters']:,} parameters"
     table = Table(title=escape(title))
     for place, name in enumerate(
@@ -56,7 +67,8 @@ def picture(records: list[RankRecord]) -> Group:
     for record in records:
         table.add_row(*_cells(record))
     lines = [Text(line, style="dim") for line in (_workers(elastic), _sync(first), _layers(first)) if line]
-    return Group(table, *lines)
+    legend = LEGEND + (SYNC_LEGEND if first.syncs else "") + (LAYERS_LEGEND if first.layers else "")
+    return Group(table, *lines, Text(legend, style="dim italic"))
 
 
 def _cells(record: RankRecord) -> list[str]:

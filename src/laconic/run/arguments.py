@@ -56,7 +56,7 @@ class Arguments:
         """What all ranks must have alike."""
         kind = "a sharded module" if self.sharding else "a bare module"
         return [
-            f"strategy {self.strategy}",
+            f"strategy {self.strategy.compared}",
             f"uneven={self.uneven!r}",
             f"check_every={self.check_every}",
             f"{len(self.optimizers)} optimizers",

@@ -49,7 +49,13 @@ def attach(
     fused: bool | Literal["auto"] = "auto",
     advisor: Callable[[Advised], Pilot] | None = None,
 ) -> Run:
-    """As `laconic.attach`, which knows an advisor. Without one, a strategy that leaves the choice to it is refused."""
+    """As `laconic.attach`, which knows an advisor.
+
+    Arguments:
+      `advisor`: who makes a pilot for a strategy that leaves the choice to it, such as `auto()`. Default None: that is refused.
+
+    All other arguments are those of `laconic.attach`.
+    """
     explain_unread()
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -85,10 +91,28 @@ def _pilot(strategy: Strategy, advisor: Callable[[Advised], Pilot] | None) -> Pi
 
 
 def check_replicas(run: Run) -> None:
-    """Raise `ReplicaError` where what must be the same on all ranks is not; all ranks together.
+    """Compare what must be the same on all ranks; all ranks call it together.
 
     That is the parameters, unless steps have been taken apart, and the anchors with the outer optimizer's memory of them.
-    Bytes: (N-1) * 16 a tensor.
+    `attach(..., check_every=10)` calls it after every tenth sync.
+
+    Maths: for each tensor two sums of its 32-bit words, one plain, one weighted by position, modulo 2^64.
+
+    Bytes: (N-1) * 16 a tensor, which `run.stats()` doesn't count.
+
+    Not: buffers, the optimizers' state and residuals, which may differ.
+
+    Arguments:
+      `run`: what `laconic.attach` returned, still attached.
+
+    Every rank raises a ReplicaError that names the first tensor that differs and the ranks in the minority.
+
+    >>> import torch, laconic
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    ...     laconic.check_replicas(run)
+    >>> torch.distributed.destroy_process_group()
     """
     engine = engine_of(run)
     engine.require_live("check_replicas")

@@ -11,6 +11,7 @@ from laconic.run.engine import Engine
 from laconic.run.state import VERSION, check_tensors, checked, kept_of, tied_to_strategy, upgraded, without_averaging
 from laconic.run.switch import switch_to
 from laconic.strategies.parsing import saved
+from laconic.strategies.strategy import Strategy
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
@@ -43,7 +44,8 @@ def state_of(engine: Engine) -> dict[str, Any]:
 def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state in today's words, with the text that its strategy has today.
 
-    Texts of the same strategy may differ: a class of the user's own was written `Name(...)` before it had a place.
+    Texts of the same strategy may differ: a class of the user's own was written `Name(...)` before it had a place, arguments
+    that are as by default were left out once, and ranks may have written the same in other words.
     """
     state = upgraded(state)
     try:
@@ -53,13 +55,20 @@ def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state, "strategy": str(engine.strategy if former == engine.strategy else former)}
 
 
+def _is_text_of(strategy: Strategy, text: object) -> bool:
+    try:
+        return saved(str(text)) == strategy
+    except ValueError:
+        return False
+
+
 def is_of_this_auto(engine: Engine, state: Mapping[str, Any]) -> bool:
     """Whether both leave their strategy to the advisor by the same words.
 
     Then the run goes on by the strategy that the state has: the one that was chosen, or none yet.
     """
     by = engine.advised_by
-    return by is not None and state.get("advised_by") == str(by) and _fits(engine, str(state.get("strategy")))
+    return by is not None and _is_text_of(by, state.get("advised_by")) and _fits(engine, str(state.get("strategy")))
 
 
 def check_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -87,7 +96,7 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
     if _fits(engine, former):
         switch_to(engine, saved(former), equal=True)  # as good as: what differs is about to be overwritten
         _load(engine, state)
-        agree([f"strategy {wanted}", f"step {engine.clock.step}"], None, engine.group, engine.device)
+        agree([f"strategy {wanted.compared}", f"step {engine.clock.step}"], None, engine.group, engine.device)
         with engine.during(f"going over to {wanted}"):
             switch_to(engine, wanted)
     else:
@@ -108,7 +117,7 @@ def load_state(engine: Engine, state: Mapping[str, Any], *, strict: bool = True)
 
 def _load_chosen(engine: Engine, state: Mapping[str, Any], former: str) -> None:
     """Go on by the strategy of the state: the advisor chose it then, or had not chosen yet."""
-    agree([f"state of {former}"], None, engine.group, engine.device)
+    agree([f"state of {saved(former).compared}"], None, engine.group, engine.device)
     with engine.during(f"going on by {former}"):
         switch_to(engine, saved(former), equal=True)  # as good as: what differs is about to be overwritten
         _load(engine, state)

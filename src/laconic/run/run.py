@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from laconic.comm.exchange import complete
 from laconic.comm.flat_tensors import local
@@ -27,9 +27,44 @@ _MOVED = ("model", "optimizers", "scaler", "group")  # what a Run had before, an
 
 
 class Run:
-    """A strategy attached to a model; made by `attach`.
+    """A strategy attached to a model; `laconic.attach` makes it.
 
-    As a context manager it makes replicas equal at the end of the block, and tells the other ranks of an exception in it.
+    As a context manager it makes the replicas equal at the end of the block and takes everything off. If ranks have made
+    different numbers of steps, every rank raises an UnevenError that names them, unless `uneven` is "stop". An exception in the
+    block goes on, no collective is started because of it, and the other ranks are told. `stats()` and `advice()` work after
+    the block, too.
+
+    All ranks call these together, between steps: `sync`, `consensus`, `swap`, `load_state_dict`, and the end of the block.
+    Inside `consensus()` they raise a RuntimeError, and so they do once the run has been detached.
+
+    >>> import torch, laconic
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "powersgd(rank=1, warmup=1)") as run:
+    ...     for batch in torch.ones(3, 8, 4):
+    ...         model(batch).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     buckets = run.layout()
+    ...     state = run.state_dict()
+    ...     run.swap("diloco(2)")
+    ...     with run.consensus("anchor"):
+    ...         evaluated = model(torch.ones(1, 4))
+    ...     run.sync()
+    >>> run.step, run.strategy == laconic.diloco(2), run.stats().steps, buckets
+    (3, True, 3, [['bias', 'weight']])
+    >>> run.advice()  # None: nothing was left to the advisor
+
+    Another run over the same model goes on from the state:
+
+    >>> again = laconic.attach(model, optimizer, "powersgd(rank=1, warmup=1)")
+    >>> again.load_state_dict(state)
+    >>> again.step
+    3
+    >>> again.detach()
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -37,16 +72,19 @@ class Run:
 
     @property
     def strategy(self) -> Strategy:
-        """By which it goes on from here."""
+        """By which the next step goes: the one that was attached, swapped to, or chosen by `auto()`."""
         return self._engine.strategy
 
     @property
     def step(self) -> int:
-        """Attempted optimizer steps so far."""
+        """Attempted optimizer steps so far, before a resume and since; a step that the GradScaler skipped counts."""
         return self._engine.step
 
     def stats(self) -> Stats:
-        """Counts of the whole run, always on: a run that resumes goes on counting where its state was taken."""
+        """Counts of the whole run on this rank: steps, bytes, seconds of waiting. See `Stats` for each.
+
+        They are always on. A run that resumes goes on counting where its state was taken. No collective.
+        """
         engine, counts = self._engine, self._engine.counter.total()
         return Stats(
             steps=engine.clock.step,
@@ -65,21 +103,37 @@ class Run:
         )
 
     def advice(self) -> Advice | None:
-        """What the advisor has found, the same on all ranks: `.choice`, `.reason`, and `.rows`, one for each strategy.
+        """What the advisor has found, the same on all ranks; no collective.
 
-        None, unless the run is by `auto()` and has chosen in this process: after a resume, the choice was made before.
+        `.choice` is the row of the strategy that it chose, `.reason` says why in a sentence or two, and `.rows` has a row for
+        each strategy: `.strategy`, `.risk`, `.share` of the rate without communication, `.time`, `.wire_bytes_per_step` and
+        others. None before the choice, of a run that is not by `auto()`, and after a resume: the choice was made before.
         """
         return self._engine.advice
 
     def layout(self) -> list[list[str]]:
-        """DDP's buckets as they are, by parameter name. DDP rebuilds them once, after the first backward."""
+        """DDP's buckets by parameter name, in the order in which they leave: for `laconic.predict(..., buckets=)`.
+
+        DDP rebuilds them once, after the first backward. Of a model that `fully_shard` has sharded, its groups. No collective.
+        Before the first backward that was averaged, and of a bare module, it raises a RuntimeError.
+        """
         buckets = self._engine.hook.layout() if self._engine.hook else []
         if not buckets:
             raise RuntimeError("no bucket has been seen: run a backward first, or call predict() without buckets")
         return buckets
 
     def sync(self) -> None:
-        """Make every replica equal, if steps were taken apart: the mean of all. All ranks call it together."""
+        """Replace every replica by the mean of all, if steps were taken apart; all ranks together.
+
+        Parameters and buffers are averaged; exchanges that are outstanding are completed before. The outer optimizer has
+        no part in that, and a new period begins. Where no rank has drifted, some bytes of agreement are all that is sent.
+
+        Bytes: 2(N-1)/N * n * itemsize, which `stats()` counts as training.
+
+        Not: the optimizers' state, which stays each rank's own.
+
+        It raises an UnevenError where ranks are at different steps.
+        """
         self._engine.require_live("sync")
         with self._engine.during("making replicas equal"):
             if self._engine.agree_on_drift():
@@ -88,9 +142,22 @@ class Run:
 
     @contextmanager
     def consensus(self, of: Literal["mean", "anchor"] = "mean") -> Iterator[None]:
-        """Inside, the parameters are the mean of the replicas; after, the local ones again, bit for bit. All ranks together.
+        """Inside the block, the model is that of all ranks; after it, each rank's own again, bit for bit. All ranks together.
 
-        With "anchor" they are the outer optimizer's instead, as of the last sync: no bytes, where a strategy has one.
+        Use it to evaluate, or to save a model. Exchanges that are outstanding stay so.
+
+        Bytes: of the mean 2(N-1)/N * n * itemsize, in `stats().background_bytes`, and nothing if replicas are equal. The anchor
+        costs none.
+
+        Memory: a copy of parameters and buffers on their own device, as long as the block lasts.
+
+        Not: a place to train in, or to call `save`, `swap` or `sync`: what is there is on loan, and they raise a RuntimeError.
+
+        Arguments:
+          `of`: "mean": parameters and buffers are the mean of the replicas. "anchor": parameters are those of the outer
+            optimizer, as of the last sync, and buffers are this rank's own. Default "mean".
+
+        It raises a ValueError for "anchor" where the strategy has none, or has none yet: in a warm-up.
         """
         engine = self._engine
         engine.require_live("consensus")
@@ -120,7 +187,24 @@ class Run:
             engine.in_consensus = False
 
     def swap(self, strategy: Strategy | str) -> None:
-        """Go on by another strategy from the next step; all ranks call it together, between steps."""
+        """Go on by another strategy from the next step; all ranks together, between steps.
+
+        Replicas become equal before, if they may differ. If the new strategy averages gradients, the optimizers' state becomes
+        equal, too, and the loss scale is the first rank's. What error feedback has not sent yet goes into the next exchange,
+        or, if it is of deltas, into the parameters. The clock goes on: a warm-up of 100 steps is over in step 500.
+
+        Bytes: those of `sync`, if replicas may differ; and of the optimizers' state, if the new strategy averages gradients.
+
+        Not: replicas are not made equal for a strategy that never communicates, such as `silent()`, unless the old one has an
+        anchor.
+
+        Arguments:
+          `strategy`: an object such as `laconic.fp16()`, or its text. "auto()" works only in a run that was attached by it,
+            and searches anew.
+
+        Every rank raises a ValueError where strategies or steps differ between ranks, or where the new strategy doesn't fit the
+        model. The run goes on by the old one then.
+        """
         engine = self._engine
         engine.require_live("swap")
         engine.ensure_all_training()
@@ -133,25 +217,44 @@ class Run:
         except (TypeError, ValueError) as problem:
             agree([], problem, engine.group, engine.device)
             raise
-        agree([f"strategy {chosen}", f"step {engine.clock.step}"], None, engine.group, engine.device)
+        agree([f"strategy {chosen.compared}", f"step {engine.clock.step}"], None, engine.group, engine.device)
         with engine.during(f"going over to {chosen}"):
             switch_to(engine, chosen)
         if chosen.advised is not None:
             engine.advised_by, engine.advice = chosen, None
 
     def detach(self) -> None:
-        """Take everything off again: a plain DDP, plain optimizers. Asks nobody; calling it twice is harmless."""
+        """Take everything off again: a plain DDP, plain optimizers. Calling it twice is harmless.
+
+        It sends nothing and waits for nobody, so replicas stay as they are; a warning says so if they differ. The end of the
+        block does it as well, after it has made them equal.
+        """
         self._engine.end(failed=sys.exc_info()[0] is not None)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's communication state, as plain data that `torch.load` takes by default."""
+        """This rank's communication state, as plain data that `torch.load` reads by default. No collective.
+
+        The strategy's text, the clock, residuals, factors, anchors, the outer optimizer's memory, the deltas of outstanding
+        exchanges, and the counts of `stats()`. Each rank has another one: save all of them.
+
+        Memory: its tensors are the run's own and no copies. Write them, or copy them, before the next step.
+
+        Not: parameters, optimizers, the GradScaler and random generators. `laconic.checkpoint.save` saves a whole run.
+        """
         return resume.state_of(self._engine)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Go on where `state_dict` was taken; all ranks together. Nothing is changed if it doesn't fit.
+        """Go on where `state_dict` was taken; all ranks together, before the first step or between two.
 
-        The state of another strategy is refused, or, with `strict=False`, loaded as if the run had been by that strategy
-        until now and is swapped here.
+        Load parameters and optimizers before. Deltas that were outstanding are sent again, and arrive at the step at which they
+        would have.
+
+        Arguments:
+          `state`: what this rank's `state_dict` gave, in a run of as many ranks over the same model.
+          `strict`: True: the state of another strategy is refused. False: it is loaded as if the run had been by that
+            strategy until now and were swapped here; a warning names what can't be used. Default True.
+
+        It raises a ValueError that says what doesn't fit, and has changed nothing then.
         """
         resume.load_state(self._engine, state, strict=strict)
 
@@ -187,12 +290,14 @@ class Run:
         finally:
             engine.end(failed)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in _MOVED:
-            raise AttributeError(f"a Run has no {name!r}", name=name, obj=self)
-        hint = "it is the process group of the DDP, or the default one" if name == "group" else "you gave it to attach"
-        warnings.warn(f"run.{name} is going away: {hint}", DeprecationWarning, stacklevel=2)
-        return getattr(self._engine, name)
+    if not TYPE_CHECKING:  # type checkers would take any name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in _MOVED:
+                raise AttributeError(f"a Run has no {name!r}", name=name, obj=self)
+            hint = "it is the process group of the DDP, or the default one" if name == "group" else "you gave it to attach"
+            warnings.warn(f"run.{name} is going away: {hint}", DeprecationWarning, stacklevel=2)
+            return getattr(self._engine, name)
 
 
 def engine_of(run: Run) -> Engine:

@@ -86,38 +86,64 @@ class Counter:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one rank has done so far, in the whole of the run: what came before a resume counts as well."""
+    """What one rank has done so far, in the whole of the run: what came before a resume counts as well.
 
-    steps: int  # attempted optimizer steps
-    exchanges: int  # of all gradients
-    syncs: int  # averagings between steps that were due
+    `run.stats()` returns it.
+
+    Not: headers of packets, the messages of some bytes by which ranks agree and meet, and what torch sends by itself, such as
+    DDP's broadcast of buffers or the collectives inside an island.
+
+    Fields:
+      `steps`: attempted optimizer steps.
+      `exchanges`: averagings of all gradients, in backward.
+      `syncs`: averagings between steps that were due.
+      `collectives`: collectives that training launched.
+      `payload_bytes`: what this rank handed to them.
+      `wire_bytes`: the least that it put on the cable for them: see `Traffic`.
+      `wait_seconds`: how long the training thread stood still for them. None: not known on this device, because waiting
+        doesn't block the host there.
+      `skipped`: syncs of deltas that moved nothing, because they were not finite or out of line.
+      `background_bytes`: wire bytes of `consensus()`, which is no part of training and not in `wire_bytes`.
+      `work_seconds`: time in which exchanges encoded and decoded, as far as the host knows.
+      `wire_bytes_by_kind`: `wire_bytes` by kind of collective: "AllReduce", "AllGather", "AllToAll".
+      `collectives_by_kind`: `collectives` by kind.
+      `counted_steps`: the steps that collectives, bytes and seconds are of. All of them, unless the run goes on from a state
+        that was saved before states had these counts: then those since. Default 0.
+
+    >>> import laconic
+    >>> stats = laconic.Stats(2, 2, 0, 4, 800, 600, 0.1, 0, 0, 0.0, {"AllReduce": 600}, {"AllReduce": 4}, counted_steps=2)
+    >>> stats.wire_bytes_per_step
+    300.0
+    """
+
+    steps: int
+    exchanges: int
+    syncs: int
     collectives: int
-    payload_bytes: int  # handed to collectives
-    wire_bytes: int  # put on the cable for them, at the least
-    wait_seconds: float | None  # time the training thread stood still for them; None: not known on this device
-    skipped: int  # syncs of deltas that moved nothing, because they were not finite or out of line
-    background_bytes: int  # wire bytes of `consensus`, which is no part of training
-    work_seconds: float  # time in which exchanges encoded and decoded, as far as the host knows
-    wire_bytes_by_kind: dict[str, int]  # of collective: AllReduce, AllGather, AllToAll
+    payload_bytes: int
+    wire_bytes: int
+    wait_seconds: float | None
+    skipped: int
+    background_bytes: int
+    work_seconds: float
+    wire_bytes_by_kind: dict[str, int]
     collectives_by_kind: dict[str, int]
-    # Those of the steps that collectives, bytes and seconds are of. All of them, unless the run goes on from a state that was
-    # saved before states had these counts: then those since.
     counted_steps: int = 0
 
     @property
     def wire_bytes_per_step(self) -> float:
-        """On average over the steps that were counted."""
+        """`wire_bytes` a step, on average over `counted_steps`; 0 before the first."""
         return self.wire_bytes / self.counted_steps if self.counted_steps else 0.0
 
     @property
     def rounds(self) -> int:
-        """The former name of `exchanges`."""
+        """The former name of `exchanges`; it warns."""
         warnings.warn("stats().rounds is now called stats().exchanges", DeprecationWarning, stacklevel=2)
         return self.exchanges
 
     @property
     def aside_bytes(self) -> int:
-        """The former name of `background_bytes`."""
+        """The former name of `background_bytes`; it warns."""
         warnings.warn("stats().aside_bytes is now called stats().background_bytes", DeprecationWarning, stacklevel=2)
         return self.background_bytes
 

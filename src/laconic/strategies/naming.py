@@ -29,6 +29,9 @@ def register(part: Part) -> Part:
     Also as a decorator. A text that is read in another process needs the registration there, too; `package.module:Name(...)`
     needs none.
 
+    Arguments:
+      `part`: a class derived from `Reducer`, `Outer` or `Schedule`, which is returned as it is.
+
     >>> from dataclasses import dataclass
     >>> import laconic
     >>> @laconic.register

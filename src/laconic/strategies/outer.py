@@ -16,15 +16,32 @@ Groups = Sequence[dict[str, Any]]
 class Outer(ABC):
     """Builds a torch optimizer over the anchor; its gradient is the mean of anchor - parameters.
 
-    A frozen dataclass. The optimizer is stepped once a sync, over all parameters that the sync was of; the others have no
-    gradient then.
+    Derive a frozen dataclass from it and write `build`. The optimizer is stepped once a sync, over all parameters that the
+    sync was of; the others have no gradient then. With the class attribute `needs_rate = True`, the optimizer finds the inner
+    learning rate of each group in `group["rate"]`.
+
+    Memory: what the optimizer keeps in its state, once for each number of the anchor.
+
+    Not: an optimizer whose `step` needs a closure.
+
+    >>> from dataclasses import dataclass
+    >>> import torch, laconic
+    >>> @laconic.register
+    ... @dataclass(frozen=True)
+    ... class Heavy(laconic.Outer):
+    ...     momentum: float = 0.5
+    ...
+    ...     def build(self, groups):
+    ...         return torch.optim.SGD(list(groups), lr=1.0, momentum=self.momentum)
+    >>> str(laconic.diloco(64, outer=Heavy(0.8)))
+    'diloco(period=64, outer=Heavy(momentum=0.8))'
     """
 
-    needs_rate = False  # whether each group needs the inner learning rate, as group["rate"]
+    needs_rate: bool = False  # whether each group needs the inner learning rate, as group["rate"]
 
     @abstractmethod
     def build(self, groups: Groups) -> Optimizer:
-        """The optimizer."""
+        """The optimizer over these `groups`: anchors, grouped as the inner optimizers group their parameters."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,11 @@ class Adopt(Outer):
     """Take the mean of the replicas as it is, or go `lr` of the way.
 
     Maths: anchor <- anchor - lr * mean delta.
+
+    Memory: none.
+
+    Arguments:
+      `lr`: how far to go, above 0; with 1 the anchor becomes the mean of the replicas. Default 1.0.
 
     >>> import laconic
     >>> str(laconic.diloco(outer_lr=1.0, outer_momentum=0.0))
@@ -53,7 +75,18 @@ class Nesterov(Outer):
 
     Maths: m <- momentum * m + delta;  anchor <- anchor - lr * (delta + momentum * m). In the long run a steady delta is
     taken lr / (1 - momentum) times.
+
+    Memory: n numbers, for an anchor of n.
+
     Paper: Douillard et al. 2023, arXiv:2311.08105.
+
+    Arguments:
+      `lr`: the learning rate of the outer step, above 0. Default 0.7.
+      `momentum`: above 0 and below 1. Default 0.9.
+
+    >>> import laconic
+    >>> str(laconic.diloco(500, outer=laconic.Nesterov(0.7, 0.9)))
+    'diloco(period=500, outer=Nesterov())'
     """
 
     lr: float = 0.7
@@ -73,7 +106,18 @@ class SlowMo(Outer):
 
     Maths: u <- beta * u + delta / rate;  anchor <- anchor - alpha * rate * u, with the inner optimizer's current rate. Kept
     as v = rate * u, which needs no division by a rate that has decayed to zero.
+
+    Memory: n numbers, for an anchor of n.
+
     Paper: Wang et al. 2019, arXiv:1910.00643.
+
+    Arguments:
+      `beta`: the decay of the slow momentum, at least 0 and below 1. Default 0.5.
+      `alpha`: how far the anchor goes by it, above 0. Default 1.0.
+
+    >>> import laconic
+    >>> str(laconic.slowmo(24, outer=laconic.SlowMo(beta=0.7)))
+    'slowmo(period=24, outer=SlowMo(beta=0.7))'
     """
 
     beta: float = 0.5
@@ -93,9 +137,16 @@ class OuterOptimizer(Outer):
     """Any torch optimizer class over the anchor, with its own options.
 
     Maths: the optimizer's, where the gradient is the mean of anchor - parameters. It is stepped once a sync.
+
     Memory: the optimizer's.
 
-    >>> import laconic
+    Not: an optimizer that can't step by gradients alone: LBFGS needs a closure, SparseAdam sparse gradients.
+
+    Arguments:
+      `optimizer`: a class of torch optimizers.
+      `options`: the optimizer's arguments by name, such as {"lr": 0.1}. Default {}.
+
+    >>> import torch, laconic
     >>> outer = OuterOptimizer(torch.optim.Adam, {"lr": 0.1, "betas": (0.5, 0.9)})
     >>> str(laconic.diloco(64, outer=outer))
     "diloco(period=64, outer=OuterOptimizer(optimizer=torch.optim.adam:Adam, options={'betas': (0.5, 0.9), 'lr': 0.1}))"

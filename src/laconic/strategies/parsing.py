@@ -10,9 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from laconic.reducers.base import Reducer
-from laconic.strategies.naming import imported, known
+from laconic.strategies.naming import PARTS, imported, is_part, known
+from laconic.strategies.outer import Outer
 from laconic.strategies.recipe import recipes, speaking_for
-from laconic.strategies.strategy import COMPOSITES, Strategy
+from laconic.strategies.routes import Route
+from laconic.strategies.schedules import Schedule
+from laconic.strategies.strategy import COMPOSITES, Advised, Averaging, Deltas, Strategy, render
 
 # A string; a class where it is to be found; a part that has no name, as `render` writes it; white space.
 _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
@@ -23,9 +26,14 @@ _PIECES = re.compile(rf"(?P<string>{_STRING})|(?P<place>{_PLACE})|(?P<nameless><
 def strategy(text: str | Strategy) -> Strategy:
     """The strategy that a text describes; a strategy is passed through.
 
-    A reducer, outer optimizer or schedule of your own is written `package.module:Name(...)`, and imported from there, or
+    A text is a call such as `int8(warmup=100)`, of recipes, reducers, schedules, outer optimizers and plain values. It is read
+    and never evaluated as Python. A class of your own is written `package.module:Name(...)`, and imported from there, or
     `Name(...)` once it is registered.
 
+    Arguments:
+      `text`: the text, or a strategy.
+
+    >>> from laconic import strategy
     >>> strategy("bf16(warmup=100)") == strategy("ddp(reducer=Cast('bf16'), warmup=100)")
     True
     >>> strategy("ddp(reducer=laconic.reducers.cast:Cast('bf16'))") == strategy("bf16()")
@@ -43,7 +51,10 @@ def _read(text: str | Strategy, *, trusted: bool) -> Strategy:
     if isinstance(text, Strategy):
         return text
     if not isinstance(text, str):
-        raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {type(text).__name__}")
+        hint = _where_it_goes(text, render(text)) if isinstance(text, PARTS) else ""
+        named = getattr(text, "__name__", "")
+        hint = f"; call it: {named}()" if named in recipes() or (isinstance(text, type) and is_part(text)) else hint
+        raise TypeError(f"a strategy is a Strategy or a text such as 'bf16()', got {named or type(text).__name__}{hint}")
     line = _PIECES.sub(lambda piece: " " if piece["space"] else piece[0], text.strip())
     if any(piece["nameless"] for piece in _PIECES.finditer(line)):
         raise ValueError(
@@ -61,9 +72,22 @@ def _read(text: str | Strategy, *, trusted: bool) -> Strategy:
         raise ValueError(f"the text is too deeply nested to be a strategy: {line:.60}...") from None
     value = _Reader(line, trusted).read(tree.body)
     if not isinstance(value, Strategy):
-        hint = f"to average gradients by a reducer write ddp(reducer={line})"
-        raise ValueError(f"{text!r} is no strategy; {hint if isinstance(value, Reducer) else 'write one such as bf16()'}")
+        raise ValueError(f"{text!r} is no strategy{_where_it_goes(value, line) or '; write one such as bf16()'}")
     return value
+
+
+def _where_it_goes(value: object, text: str) -> str:
+    """How to make a strategy of a part of one."""
+    match value:
+        case Reducer():
+            return f"; to average gradients by a reducer write ddp(reducer={text})"
+        case Schedule():
+            return f": a schedule says when replicas are averaged; write local_sgd({text})"
+        case Outer():
+            return f": an outer optimizer steps by averaged deltas; write diloco(outer={text})"
+        case Deltas() | Averaging() | Route() | Advised():
+            return f": {type(value).__name__} is a part of one; write Strategy(reducer, route, averaging), or a recipe: bf16()"
+    return ""
 
 
 class _Reader:
@@ -100,7 +124,9 @@ class _Reader:
         """What is called, and the name of it."""
         if isinstance(node, ast.Name):
             if node.id not in self.known:
-                raise self.error(node, f"unknown name {node.id!r}{nearest(node.id, self.known)}")
+                # In an argument only parts make sense, and elsewhere only strategies: the suggestion is the one that is meant.
+                wanted = {name for name in self.known if (name in recipes() or name == Strategy.__name__) != bool(self.path)}
+                raise self.error(node, f"unknown name {node.id!r}{nearest(node.id, wanted)}")
             return node.id, self.known[node.id]
         place = ast.get_source_segment(self.text, node) or ""
         module, _, path = place.partition(":")
@@ -152,5 +178,6 @@ def _is_optimizer(thing: object) -> bool:
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for a misspelt word: the name that was probably meant, or all there are."""
     names = sorted(known)
-    close = difflib.get_close_matches(word, names, 1, 0.5)
+    lowered = {name.lower(): name for name in names}
+    close = [lowered[name] for name in difflib.get_close_matches(word.lower(), lowered, 1, 0.5)]
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(names) or 'none'}"

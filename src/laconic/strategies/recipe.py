@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import ParamSpec
 
 from laconic import strategies
-from laconic.strategies.strategy import Strategy, render_call
+from laconic.strategies.strategy import Strategy, render, render_call
 
 Arguments = ParamSpec("Arguments")
 
@@ -29,13 +29,24 @@ def recipe(build: Callable[Arguments, Strategy]) -> Callable[Arguments, Strategy
     def _named(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Strategy:
         with speaking_for(build.__name__):
             given = signature.bind(*args, **kwargs).arguments
+            _check_parts(given)
             made = copy.copy(build(*args, **kwargs))
         chosen = {name: value for name, value in given.items() if value != signature.parameters[name].default}
-        object.__setattr__(made, "text", render_call(build.__name__, chosen))  # frozen for everybody else
+        object.__setattr__(made, "text", render_call(build.__name__, given))  # frozen for everybody else
+        object.__setattr__(made, "key", render_call(build.__name__, chosen))
         return made
 
     _recipes[build.__name__] = _named
     return _named
+
+
+def _check_parts(given: Mapping[str, object]) -> None:
+    """Refuse a strategy in the place of one of its parts; it may be the one that is meant."""
+    for word, value in given.items():
+        if isinstance(value, Strategy):
+            plain = value.averaging is None and value.advised is None
+            part = f"use {word}={render(value.reducer)}, or " if plain and word.endswith("reducer") else "use "
+            raise TypeError(f"{word} can't be a strategy, and {value} is one; {part}{value} by itself")
 
 
 @contextmanager

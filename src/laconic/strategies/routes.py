@@ -11,10 +11,17 @@ from laconic.strategies.schedules import Every, Never, Schedule, Until
 
 @dataclass(frozen=True)
 class Route:
-    """An ordered list of (schedule, scope); the first that is due wins, and where none is, the step is local.
+    """When to communicate, and with whom: the first of its legs that is due wins; where none is, the step is local.
 
-    >>> world().at(0), silent().at(0)
-    ('world', None)
+    Arguments:
+      `legs`: pairs of a schedule and a scope, in order. A scope is "world", all ranks that hold this model, or the same shard
+        of it; "node", those of them on this host; a number, blocks of so many neighbouring ranks; or the name of a dimension
+        of the mesh given to `attach`.
+
+    >>> import laconic
+    >>> route = laconic.Route(((laconic.Every(4), "world"), (laconic.Every(1), "node")))
+    >>> [route.at(step) for step in range(4)]
+    ['node', 'node', 'node', 'world']
     """
 
     legs: tuple[tuple[Schedule, Scope], ...]
@@ -28,7 +35,10 @@ class Route:
             raise TypeError(f"legs must be pairs such as (Every(16), 'world'), got {leg!r}")
 
     def at(self, step: int, last: int = 0, rate: float | None = None) -> Scope | None:
-        """With whom to communicate in the step that follows `step` completed ones; `last` and `rate` as schedules have them."""
+        """With whom to communicate in the step that follows `step` completed ones, or None: nobody.
+
+        `last` and `rate` are as in `Schedule.due`.
+        """
         return next((scope for schedule, scope in self.legs if schedule.due(step, last, rate)), None)
 
     @property

@@ -17,17 +17,35 @@ ORDERS = ("strided", "contiguous", "bytes")
 SECOND_MOMENTS = ("local", "slow", "shared")
 RISKS = ("same", "rounding", "delay", "local")
 PROBE_SECONDS = (0.1, 60.0)  # the shortest and the longest
+ALWAYS_SHOWN = ("bits", "rank", "ratio")  # of a part in a text: what decides its bytes
 
 
 @dataclass(frozen=True)
 class Deltas:
     """Send how far each replica has come from a common anchor, instead of where it is.
 
-    The mean delta goes through `outer`, an optimizer over the anchor. With `fragments`, parameters take turns within the
-    period; with `delay`, an exchange stays outstanding for so many steps while training goes on; `blend` is the weight of the
-    local parameters when it is complete, and with `carry` the steps made in the meantime go on top of the rest. `offload` keeps
-    the anchor and the outer optimizer's memory on the CPU. A sync whose deltas' norm is more than `outlier` standard
-    deviations above that of the syncs before is skipped; None: none is.
+    Maths: delta = anchor - parameter, averaged by `reducer`; `outer` steps the anchor by the mean; then the parameter becomes
+    blend * parameter + (1 - blend) * anchor.
+
+    Bytes: the reducer's, once a period.
+
+    Memory: the anchor, what the outer optimizer and the reducer keep, and twice what is outstanding.
+
+    Arguments:
+      `outer`: builds the optimizer over the anchor, such as Nesterov(0.7, 0.9).
+      `reducer`: how deltas are averaged.
+      `fragments`: into how many parts parameters are cut, which take turns within the period. Default 1.
+      `order`: how: by layer, "strided" or "contiguous", or in runs of equal "bytes". Default "strided".
+      `delay`: steps that an exchange stays outstanding while training goes on. Default 0.
+      `blend`: the weight of the local parameters when it is complete, from 0 to 1. Default 0.0.
+      `carry`: put the steps that were made in the meantime on top of the anchor. Default False.
+      `offload`: keep the anchor and the outer optimizer's memory on the CPU. Default False.
+      `outlier`: skip a sync whose deltas' norm is more than so many standard deviations above that of the syncs before, once
+        there have been eight; None: skip none. Default None.
+
+    >>> import laconic
+    >>> laconic.diloco(64).averaging.deltas == laconic.Deltas(laconic.Nesterov(0.7, 0.6), laconic.Exact())
+    True
     """
 
     outer: Outer
@@ -69,10 +87,23 @@ class Deltas:
 class Averaging:
     """What is averaged between steps, beyond gradients: parameters, or deltas from an anchor.
 
-    `buffers` are averaged (counters: the largest), left "local", or taken from the first rank. `moments` is what becomes of
-    the optimizers' memory at a sync: it is kept, averaged or reset; "auto" resets the momentum of SGD and keeps all else;
-    and a mapping averages by name, each at a period of its own. With `atomic`, no parameter is written before all have
-    arrived, at the price of one more copy of the model meanwhile; deltas never are.
+    Bytes: of parameters, 2(N-1)/N * n * itemsize an averaging (N ranks, n numbers); of deltas, their reducer's.
+
+    Memory: with `atomic`, a copy of the model during an averaging of parameters; of deltas, theirs.
+
+    Arguments:
+      `route`: when, and with whom.
+      `deltas`: what is sent instead of parameters; None: parameters themselves. Default None.
+      `buffers`: "average" (of counters, the largest), "local" (left alone), or "broadcast" (the first rank's).
+        Default "average".
+      `moments`: the optimizer's memory at an averaging: "keep", "average", "reset", "auto" (SGD's momentum is reset, all else
+        kept), or each key's period in steps, such as {"exp_avg": 48}. Default "keep".
+      `atomic`: no parameter is written before all have arrived, as is always so of deltas. Default True.
+
+    >>> import laconic
+    >>> averaging = laconic.Averaging(laconic.Route(((laconic.Every(16), "world"),)))
+    >>> averaging == laconic.local_sgd(16).averaging
+    True
     """
 
     route: Route
@@ -131,6 +162,10 @@ class Advised:
 
     The advisor chooses the mildest strategy that reaches `share` of the rate without communication, and none above `risk`. It
     times `steps` steps, and probes the ranks' own network for `seconds`; with `link`, it goes by that link's rate instead.
+
+    >>> from laconic import strategy
+    >>> strategy("auto(risk='rounding')").advised
+    Advised(risk='rounding', share=0.95, link=None, steps=10, seconds=5.0)
     """
 
     risk: str = "delay"
@@ -155,17 +190,30 @@ class Advised:
             raise ValueError(f"seconds must be from {shortest:g} to {longest:g}, got {self.seconds!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Strategy:
     """How gradients are averaged, when and with whom, and what is averaged between steps.
 
-    `second_moment` is how Adam's moves when the warm-up is over. An Adam step is not linear in the gradient: a replica that
-    divides by the noise of its own few samples, or by that of a coarse code, takes other steps than all together would.
-    "local": each replica's follows its own gradients, as without laconic. "slow": its beta2 is 0.9999 at least. "shared": it is
-    slow in local steps, and follows the gradients that all ranks average.
+    Recipes such as `laconic.int8()` make one; `laconic.strategy` reads one from a text. `str()` gives the text it can be made
+    from again. A part that no text can name, such as an instance of a class inside a function, stands in angle brackets there,
+    and `laconic.strategy` refuses the text.
 
-    `str()` gives the text it can be made from again. A part that no text can name, such as an instance of a class inside a
-    function, stands in angle brackets there, and `laconic.strategy` refuses the text.
+    Maths: an Adam step is not linear in the gradient: a replica that divides by the noise of its own few samples, or by that of
+    a coarse code, takes other steps than all together would. That is what `second_moment` is for.
+
+    Arguments:
+      `reducer`: how gradients are averaged.
+      `route`: in which steps, and with whom.
+      `averaging`: what is averaged between steps; None: nothing. Default None.
+      `second_moment`: how Adam's moves when the warm-up is over. "local": each replica's follows its own gradients, as without
+        laconic. "slow": its beta2 is 0.9999 at least. "shared": it is slow in local steps, and follows the gradients that all
+        ranks average. Default "local".
+      `advised`: what the advisor may choose instead, as `auto()` says it; None: this is the strategy. Default None.
+
+    >>> import laconic
+    >>> every_step = laconic.Route(((laconic.Every(1), "world"),))
+    >>> laconic.Strategy(laconic.Cast("bf16"), every_step) == laconic.bf16()
+    True
     """
 
     reducer: Reducer
@@ -173,8 +221,10 @@ class Strategy:
     averaging: Averaging | None = None
     second_moment: str = "local"
     advised: Advised | None = None  # until an advisor has chosen another strategy; None: this is the one
-    # Of a recipe's call. Not an argument, so that `dataclasses.replace` doesn't keep the text of what it changed.
+    # Of a recipe's call: as it was written, and without what is as by default, so that two calls of the same have the same.
+    # Not arguments, so that `dataclasses.replace` doesn't keep the text of what it changed.
     text: str = field(default="", compare=False, init=False)
+    key: str = field(default="", compare=False, init=False)
 
     def __post_init__(self) -> None:
         checked(self.reducer, "reducer")
@@ -190,9 +240,7 @@ class Strategy:
     def cycle(self) -> int | None:
         """Steps after which it does the same again, once it is warm; the base of a period that follows the learning rate.
 
-        Moments with periods of their own are no part of it.
-
-        None: a schedule of the user's own doesn't say it.
+        Moments with periods of their own are no part of it. None: a schedule of the user's own doesn't say it.
         """
         schedules = [*self.route.schedules, *(self.averaging.route.schedules if self.averaging else ())]
         cycles = [schedule.cycle or schedule.fixed_period for schedule in schedules]
@@ -206,13 +254,21 @@ class Strategy:
     def __str__(self) -> str:
         return self.text or render(self)
 
+    def __repr__(self) -> str:
+        return str(self)
+
+    @property
+    def compared(self) -> str:
+        """The text that ranks compare: of a recipe's call, without arguments that are as by default."""
+        return self.key or str(self)
+
 
 def render(value: object) -> str:
-    """A value as it is written in a strategy's text; what a dataclass has by default is left out.
+    """A value as it is written in a strategy's text; what a dataclass has by default is left out, but for `ALWAYS_SHOWN`.
 
-    >>> from laconic import Every
-    >>> render(Every(4)), render({4: ("node", 2.5)})
-    ('Every(period=4)', "{4: ('node', 2.5)}")
+    >>> from laconic import Every, Quantized
+    >>> render(Every(4)), render({4: ("node", 2.5)}), render(Quantized(8))
+    ('Every(period=4)', "{4: ('node', 2.5)}", 'Quantized(bits=8)')
     """
     match value:
         case bool() | None:
@@ -232,7 +288,7 @@ def render(value: object) -> str:
     if isinstance(value, type) and (place := name_of(value)):
         return place
     if is_dataclass(value) and not isinstance(value, type):
-        shown = {f.name: getattr(value, f.name) for f in fields(value) if f.init and getattr(value, f.name) != _default(f)}
+        shown = {f.name: getattr(value, f.name) for f in fields(value) if f.init and _is_shown(f, getattr(value, f.name))}
         name = type(value).__name__ if type(value) in COMPOSITES else name_of(type(value))
         return render_call(name, shown) if name else f"<{render_call(type(value).__qualname__, shown)}>"
     return f"<{value!r}>"
@@ -243,8 +299,9 @@ def render_call(name: str, arguments: Mapping[str, object]) -> str:
     return f"{name}({', '.join(f'{key}={render(value)}' for key, value in arguments.items())})"
 
 
-def _default(f: Any) -> object:
-    return f.default_factory() if f.default_factory is not MISSING else f.default
+def _is_shown(f: Any, value: object) -> bool:
+    default = f.default_factory() if f.default_factory is not MISSING else f.default
+    return f.name in ALWAYS_SHOWN or bool(value != default)
 
 
 def _checked_route(route: object) -> None:

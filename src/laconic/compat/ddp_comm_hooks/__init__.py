@@ -53,7 +53,16 @@ def _power(
 
 
 class DDPCommHookType(Enum):
-    """The hooks by name; `DDPCommHookType.FP16_COMPRESS.value(model=model, state=process_group)` registers one."""
+    """The hooks by name, for `register_ddp_comm_hook`.
+
+    ALLREDUCE, FP16_COMPRESS, BF16_COMPRESS, QUANTIZE_PER_TENSOR, QUANTIZE_PER_CHANNEL, POWER_SGD and POWER_SGD_RANK2,
+    BATCHED_POWER_SGD and BATCHED_POWER_SGD_RANK2, NOOP. The value of each registers its hook when it is called with `model`,
+    `state` and, of those by PowerSGD, `start_powerSGD_iter`.
+
+    >>> from laconic.compat.ddp_comm_hooks import DDPCommHookType
+    >>> [kind.name for kind in DDPCommHookType][:3]
+    ['ALLREDUCE', 'FP16_COMPRESS', 'BF16_COMPRESS']
+    """
 
     ALLREDUCE = member(partial(_plain, default.allreduce_hook))
     FP16_COMPRESS = member(partial(_plain, default.fp16_compress_hook))
@@ -68,9 +77,27 @@ class DDPCommHookType(Enum):
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: Any = None) -> None:
-    """Register a hook with a DDP by its name; `state` is None or a process group.
+    """Register a hook with a DDP by its name.
 
-    `register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, model)`
+    Bytes: those of the hook.
+
+    Not: DDP takes one hook for ever. To change the way later, use `laconic.attach` and `run.swap`.
+
+    Arguments:
+      `comm_hook_type`: one of `DDPCommHookType`.
+      `model`: the DDP that has no hook yet.
+      `state`: the process group to average over. Default None: the DDP's own.
+
+    What is no `DDPCommHookType` is a TypeError with the nearest name.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> torch.distributed.destroy_process_group()
     """
     if not isinstance(comm_hook_type, DDPCommHookType):
         near = get_close_matches(str(comm_hook_type).upper(), DDPCommHookType.__members__, 1, 0)
@@ -83,7 +110,19 @@ def as_hook(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     """A partial, a lambda or a callable object as a hook: DDP takes functions with the right names alone.
 
-    `ddp.register_comm_hook(None, as_hook(partial(quantization_perchannel_hook, bucket_size=128)))`
+    Arguments:
+      `hook`: what is called with (state, bucket) and returns a future of the mean. What can't be called is a TypeError.
+
+    >>> import torch
+    >>> from functools import partial
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks import as_hook
+    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, as_hook(partial(quantization_perchannel_hook, bucket_size=128)))
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> torch.distributed.destroy_process_group()
     """
     if not callable(hook):
         raise TypeError(f"a communication hook must be callable with (state, bucket), got {hook!r}")

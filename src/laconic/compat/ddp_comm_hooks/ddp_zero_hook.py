@@ -44,10 +44,42 @@ def hook_with_zero_step(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """`hook`, and in the last bucket of a backward the step of `zero`, which must be built with `overlap_with_ddp=True`.
+    """A hook that averages by `hook`, and in the last bucket of a backward makes the step of a sharded optimizer.
 
-    Each bucket belongs to one rank, or, with `shard_buckets`, to several.
-    `ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))`
+    Each bucket belongs to a rank, which steps its parameters; then all ranks get the new ones. Call no `zero.step()`.
+
+    Bytes: those of `hook`, and (N-1) * the largest shard for the parameters.
+
+    Memory: this rank's shard of the optimizer's state.
+
+    Paper: Rajbhandari et al. 2019, arXiv:1910.02054.
+
+    Not: the first two backwards, three with a static graph, update nothing, as in torch.
+
+    Arguments:
+      `hook`: the hook that averages, ours or your own.
+      `ddp`: the DDP that it is registered with.
+      `zero`: a ZeroRedundancyOptimizer over the DDP's parameters, built with `overlap_with_ddp=True`.
+      `shard_buckets`: whether a bucket may belong to several ranks. Default False.
+
+    A `zero` without `overlap_with_ddp=True` is a ValueError.
+
+    >>> import torch
+    >>> from torch.distributed.optim import ZeroRedundancyOptimizer
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
+    >>> start = ddp.module.weight.detach().clone()
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125)
+    >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    >>> for batch in torch.ones(4, 8, 4):  # the third and the fourth update
+    ...     zero.zero_grad()
+    ...     ddp(batch).sum().backward()
+    >>> (start - ddp.module.weight.detach())[0].round()
+    tensor([2., 2., 2., 2.])
+    >>> torch.distributed.destroy_process_group()
     """
     return _with_zero(hook, ddp, zero, shard_buckets, interleaved=False)
 
@@ -58,9 +90,40 @@ def hook_with_zero_step_interleaved(
     zero: ZeroRedundancyOptimizer,
     shard_buckets: bool = False,
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
-    """The same, with the optimizer's computation for a bucket as soon as the bucket's gradients are there.
+    """As `hook_with_zero_step`, with the optimizer's computation for a bucket as soon as the bucket's gradients are there.
 
-    `ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))`
+    Bytes: those of `hook`, and (N-1) * the largest shard for the parameters.
+
+    Memory: this rank's shard of the optimizer's state.
+
+    Paper: Rajbhandari et al. 2019, arXiv:1910.02054.
+
+    Not: the first two backwards, three with a static graph, update nothing, as in torch.
+
+    Arguments:
+      `hook`: the hook that averages, ours or your own.
+      `ddp`: the DDP that it is registered with.
+      `zero`: a ZeroRedundancyOptimizer over the DDP's parameters, built with `overlap_with_ddp=True`.
+      `shard_buckets`: whether a bucket may belong to several ranks. Default False.
+
+    A `zero` without `overlap_with_ddp=True` is a ValueError.
+
+    >>> import torch
+    >>> from torch.distributed.optim import ZeroRedundancyOptimizer
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
+    >>> start = ddp.module.weight.detach().clone()
+    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125)
+    >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    >>> for batch in torch.ones(4, 8, 4):  # the third and the fourth update
+    ...     zero.zero_grad()
+    ...     ddp(batch).sum().backward()
+    >>> (start - ddp.module.weight.detach())[0].round()
+    tensor([2., 2., 2., 2.])
+    >>> torch.distributed.destroy_process_group()
     """
     return _with_zero(hook, ddp, zero, shard_buckets, interleaved=True)
 

@@ -27,25 +27,78 @@ __all__ = ["allreduce_hook", "bf16_compress_hook", "bf16_compress_wrapper", "fp1
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average as DDP does without a hook, to the bit.  Bytes: 2(N-1)/N * n * itemsize.
+    """Average as DDP does without a hook, to the bit.
 
-    `ddp.register_comm_hook(None, allreduce_hook)`
+    Bytes: 2(N-1)/N * n * itemsize.
+
+    Memory: none between steps.
+
+    Arguments:
+      `process_group`: the ranks to average over; None: the DDP's own.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, allreduce_hook)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    >>> torch.distributed.destroy_process_group()
     """
     return average(process_group, bucket, Exact())
 
 
 def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Send gradients as fp16, sum them in fp32.  Bytes: 2(N-1)/N * 2n.
+    """Send gradients as fp16, sum them in fp32.
 
-    `ddp.register_comm_hook(None, fp16_compress_hook)`
+    Bytes: 2(N-1)/N * 2n.
+
+    Memory: none between steps.
+
+    Not: for tiny gradients without a GradScaler: what is too small for fp16 becomes zero. bf16 has the range of fp32.
+
+    Arguments:
+      `process_group`: the ranks to average over; None: the DDP's own.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, fp16_compress_hook)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    >>> torch.distributed.destroy_process_group()
     """
     return average(process_group, bucket, Cast("fp16"))
 
 
 def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Send gradients as bf16, sum them in fp32.  Bytes: 2(N-1)/N * 2n.
+    """Send gradients as bf16, sum them in fp32.
 
-    `ddp.register_comm_hook(None, bf16_compress_hook)`
+    Bytes: 2(N-1)/N * 2n.
+
+    Memory: none between steps.
+
+    Arguments:
+      `process_group`: the ranks to average over; None: the DDP's own.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, bf16_compress_hook)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    >>> torch.distributed.destroy_process_group()
     """
     return average(process_group, bucket, Cast("bf16"))
 
@@ -55,7 +108,23 @@ def fp16_compress_wrapper(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     """Hand `hook` the bucket as fp16, and give what it returns back in the gradients' own dtype.
 
-    `ddp.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))`
+    Bytes: those of `hook`, on numbers of 16 bits.
+
+    Memory: that of `hook`, and a copy of each bucket in 16 bits during backward.
+
+    Arguments:
+      `hook`: any communication hook, ours or your own. What is returned is registered with the state of `hook`.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, fp16_compress_wrapper(allreduce_hook))
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    >>> torch.distributed.destroy_process_group()
     """
     return _in_dtype(torch.float16, hook)
 
@@ -65,7 +134,23 @@ def bf16_compress_wrapper(
 ) -> Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]:
     """Hand `hook` the bucket as bf16, and give what it returns back in the gradients' own dtype.
 
-    `ddp.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))`
+    Bytes: those of `hook`, on numbers of 16 bits.
+
+    Memory: that of `hook`, and a copy of each bucket in 16 bits during backward.
+
+    Arguments:
+      `hook`: any communication hook, ours or your own. What is returned is registered with the state of `hook`.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_wrapper
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> ddp.register_comm_hook(None, bf16_compress_wrapper(allreduce_hook))
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> ddp.module.bias.grad
+    tensor([8., 8.])
+    >>> torch.distributed.destroy_process_group()
     """
     return _in_dtype(torch.bfloat16, hook)
 

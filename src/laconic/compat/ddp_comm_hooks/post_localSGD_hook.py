@@ -34,12 +34,17 @@ logger = logging.getLogger(__name__)
 
 
 class PostLocalSGDState:
-    """When to stop averaging gradients over all ranks, and with whom afterwards.
+    """When to stop averaging gradients over all ranks, and with whom afterwards; the state of `post_localSGD_hook`.
 
-    `process_group`: all ranks, for the first `start_localSGD_iter` steps; None: the DDP's own.
-    `subgroup`: the ranks that go on averaging gradients together; None: those on one node.
-    `post_local_gradient_allreduce`: False: nobody averages gradients afterwards.
+    `iter` is the number of steps so far. It can be pickled and read by `torch.load` as it is; its groups are left out.
 
+    Arguments:
+      `process_group`: all ranks, for the first `start_localSGD_iter` steps; None: the DDP's own.
+      `subgroup`: the ranks that go on averaging gradients together; None: those on one node.
+      `start_localSGD_iter`: steps at first in which all ranks average.
+      `post_local_gradient_allreduce`: whether the subgroup averages gradients afterwards; False: nobody does. Default True.
+
+    >>> from laconic.compat.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
     >>> PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100).iter
     0
     """
@@ -55,14 +60,18 @@ class PostLocalSGDState:
         self.subgroup = subgroup
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
-        self.iter = 0
+        self.iter: int = 0
         self._groups: Groups | None = None
         self._binding: Binding | None = None
         self._sync_buffers = True
         logger.info("Local SGD will begin after %s iterations.", start_localSGD_iter)
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step at its last bucket."""
+        """Count a step at its last bucket; the hook calls it.
+
+        Arguments:
+          `bucket`: the one that DDP has handed over.
+        """
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_localSGD_iter:
@@ -121,9 +130,28 @@ def post_localSGD_hook(  # noqa: N802  # torch's name
     """Average over all ranks in the first `state.start_localSGD_iter` steps, then within `state.subgroup` alone.
 
     Replicas then drift apart: average the parameters after `optimizer.step()` with a `PeriodicModelAverager` of the same
-    warm-up, or by a `PostLocalSGDOptimizer`. Paper: Lin et al. 2018, arXiv:1808.07217.
+    warm-up, or by a `PostLocalSGDOptimizer`. `laconic.post_local_sgd(warmup, period)` is both as a strategy.
 
-    `ddp.register_comm_hook(PostLocalSGDState(None, None, start_localSGD_iter=100), post_localSGD_hook)`
+    Bytes: 2(N-1)/N * n * itemsize, with N the ranks of the group that averages in this step.
+
+    Memory: none between steps.
+
+    Paper: Lin et al. 2018, arXiv:1808.07217.
+
+    Arguments:
+      `state`: a `PostLocalSGDState`.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(4, 2)), PostLocalSGDState(None, None, start_localSGD_iter=100)
+    >>> ddp.register_comm_hook(state, post_localSGD_hook)
+    >>> ddp(torch.ones(8, 4)).sum().backward()
+    >>> state.iter
+    1
+    >>> torch.distributed.destroy_process_group()
     """
     return state._average(bucket)
 

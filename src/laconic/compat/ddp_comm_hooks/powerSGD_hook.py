@@ -63,16 +63,30 @@ SAVED = (
 
 
 class PowerSGDState:
-    """Settings and memory of PowerSGD, for one DDP.
+    """Settings and memory of PowerSGD, for one DDP; the state of `powerSGD_hook` and `batched_powerSGD_hook`.
 
-    `matrix_approximation_rank`: thin matrices of so many columns; 1 to 4 for most models, more for language models.
-    `start_powerSGD_iter`: plain averaging in the first so many steps; a tenth of the run is a good start.
-    `min_compression_rate`: parameters that would shrink by less are sent as they are.
-    `use_error_feedback`: what a message left out goes into the next one.  `warm_start`: begin from the last step's factors.
-    `random_seed`: of the first factors, the same on all ranks.
+    Settings may be changed between steps. `iter` is the number of steps so far. With a GradScaler, set `grad_scaler` to it:
+    errors are then kept in units of the unscaled loss. A state can be pickled and read by `torch.load` as it is, without its
+    process group; each rank saves its own.
 
-    Settings may be changed between steps. `iter` is the number of steps so far.
+    Memory: n numbers, the error; and `matrix_approximation_rank` * columns a matrix, for `warm_start`.
 
+    Arguments:
+      `process_group`: the ranks to average over; None: the DDP's own.
+      `matrix_approximation_rank`: thin matrices of so many columns; 1 to 4 for most models, more for language models.
+        Default 1.
+      `start_powerSGD_iter`: plain averaging in the first so many steps; a tenth of the run is a good start. Default 1000.
+      `min_compression_rate`: parameters that would shrink by less are sent as they are. Default 2.
+      `use_error_feedback`: whether what a message left out goes into the next one. Default True.
+      `warm_start`: whether to begin from the last step's factors. Default True.
+      `orthogonalization_epsilon`: not needed; bases are found without dividing by zero. Default 0.
+      `random_seed`: of the first factors, the same on all ranks. Default 0.
+      `compression_stats_logging_frequency`: steps between two lines in the log. Default 10000.
+      `batch_tensors_with_same_shape`: not needed; matrices of the same shape are always worked on together. Default False.
+
+    A ValueError says that `start_powerSGD_iter` must be above 1 with error feedback or warm start, as in torch.
+
+    >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
     >>> state.iter, state.compression_stats()
     (0, (0, 0, 0))
@@ -104,11 +118,11 @@ class PowerSGDState:
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = random_seed
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.iter = 0
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
-        self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
-        self.next_stats_report = 0
+        self.iter: int = 0
+        self.total_numel_before_compression: int = 0
+        self.total_numel_after_compression: int = 0
+        self.compression_stats_logging_frequency: int = max(1, compression_stats_logging_frequency)
+        self.next_stats_report: int = 0
         self._memory: dict[str, Slot] = {}
         self._exchanges = 0
         self._binding: Binding | None = None
@@ -142,13 +156,17 @@ class PowerSGDState:
         return MappingProxyType({})
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's settings and memory as plain data. Every rank saves its own: each has its own error."""
+        """This rank's settings and memory as plain data, copied. Every rank saves its own: each has its own error."""
         memory = {name: {key: tensor.clone() for key, tensor in slot.items()} for name, slot in self._memory.items() if slot}
         exchanges = self._exchanges if self._binding is None else self._binding.hook.exchanges
         return {**{name: getattr(self, name) for name in SAVED}, "memory": memory, "rounds": exchanges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, in this DDP or another of the same model."""
+        """Go on from what `state_dict` gave, in this DDP or another of the same model, also with other buckets.
+
+        Arguments:
+          `state`: what `state_dict` gave. What is none, or of another model, is a ValueError.
+        """
         missing = [name for name in (*SAVED, "memory", "rounds") if name not in state]
         if missing:
             raise ValueError(f"this is no state_dict of a PowerSGDState: {missing[0]!r} is missing")
@@ -173,7 +191,11 @@ class PowerSGDState:
     # Steps
 
     def maybe_increase_iter(self, bucket: dist.GradBucket) -> None:
-        """Count a step at its last bucket."""
+        """Count a step at its last bucket; the hooks call it.
+
+        Arguments:
+          `bucket`: the one that DDP has handed over.
+        """
         if bucket.is_last():
             self.iter += 1
             if self.iter == self.start_powerSGD_iter:
@@ -271,12 +293,35 @@ class _Kept(MutableMapping[str, torch.Tensor]):
 def powerSGD_hook(  # noqa: N802  # torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Send each matrix as two thin factors, after `state.start_powerSGD_iter` plain steps; see `laconic.PowerSGD`.
+    """Send each matrix as two thin factors, after `state.start_powerSGD_iter` plain steps.
 
-    Bytes: 2(N-1)/N * 4(r(rows + columns) + the rest).
+    Maths: that of `laconic.PowerSGD`, in `laconic.ErrorFeedback` with `state.use_error_feedback`.
+
+    Bytes: 2(N-1)/N * 4(r(rows + columns) a matrix + the rest), for a rank r.
+
+    Memory: that of `state`.
+
     Paper: Vogels et al. 2019, arXiv:1905.13727.
 
-    `ddp.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)`
+    Not: sparse gradients, which are a TypeError. Factors travel as fp32 also inside `fp16_compress_wrapper`.
+
+    Arguments:
+      `state`: a `PowerSGDState`.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(64, 64)), PowerSGDState(None, start_powerSGD_iter=2)
+    >>> ddp.register_comm_hook(state, powerSGD_hook)
+    >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    >>> for batch in torch.ones(3, 8, 64):
+    ...     ddp(batch).sum().backward()
+    ...     optimizer.step()
+    >>> state.compression_stats()  # 64 * 64 + 64 numbers as 64 + 64 + 64
+    (21.666666666666668, 4160, 192)
+    >>> torch.distributed.destroy_process_group()
     """
     return state._average(bucket, state._per_layer())
 
@@ -284,9 +329,35 @@ def powerSGD_hook(  # noqa: N802  # torch's name
 def batched_powerSGD_hook(  # noqa: N802  # torch's name
     state: PowerSGDState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """The same on a whole bucket as one square matrix: fewer bytes, less true; see `laconic.BatchedPowerSGD`.
+    """Send a whole bucket as one square matrix in two thin factors: fewer bytes than `powerSGD_hook`, and less true.
 
-    `ddp.register_comm_hook(PowerSGDState(None), batched_powerSGD_hook)`
+    Maths: that of `laconic.BatchedPowerSGD`, in `laconic.ErrorFeedback` with `state.use_error_feedback`.
+
+    Bytes: 2(N-1)/N * 4 * 2r * sqrt(n), for a rank r and buckets of n numbers.
+
+    Memory: that of `state`.
+
+    Paper: Vogels et al. 2019, arXiv:1905.13727.
+
+    Not: warm starts don't go on in other buckets: the matrix is the bucket.
+
+    Arguments:
+      `state`: a `PowerSGDState`; its `min_compression_rate` is not used.
+      `bucket`: DDP hands it over. The future that is returned gets the mean, flat.
+
+    >>> import torch
+    >>> from torch.nn.parallel import DistributedDataParallel
+    >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(64, 64)), PowerSGDState(None, start_powerSGD_iter=2)
+    >>> ddp.register_comm_hook(state, batched_powerSGD_hook)
+    >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    >>> for batch in torch.ones(3, 8, 64):
+    ...     ddp(batch).sum().backward()
+    ...     optimizer.step()
+    >>> state.compression_stats()  # 64 * 64 + 64 numbers, 65 * 65 as a square
+    (32.0, 4160, 130)
+    >>> torch.distributed.destroy_process_group()
     """
     return state._average(bucket, state._batched())
 

@@ -29,16 +29,40 @@ __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
 
 class ModelAverager(ABC):
-    """What averages a model's parameters over a process group; None: over all ranks. `step` counts the calls."""
+    """What averages a model's parameters after some of the optimizer's steps; derive from it.
+
+    `step` counts the calls of `average_parameters`.
+
+    Arguments:
+      `process_group`: the ranks to average over. Default None: all.
+
+    >>> import torch
+    >>> from laconic.compat.model_averaging.averagers import ModelAverager
+    >>> class Seldom(ModelAverager):
+    ...     def average_parameters(self, params):
+    ...         self.step += 1
+    ...         if self.step in (1, 10, 100):
+    ...             self._average(params, self.process_group)
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> averager = Seldom()
+    >>> averager.average_parameters(torch.nn.Linear(4, 2).parameters())
+    >>> averager.step
+    1
+    >>> torch.distributed.destroy_process_group()
+    """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self.process_group = process_group if process_group is not None else default_group()
-        self.step = 0
+        self.process_group: dist.ProcessGroup = process_group if process_group is not None else default_group()
+        self.step: int = 0
         self._compared = False
 
     @abstractmethod
     def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Called after each optimizer step: average if it is time."""
+        """Call it after each optimizer step, on all ranks: it averages if it is time.
+
+        Arguments:
+          `params`: a model's parameters, or an optimizer's parameter groups.
+        """
         raise NotImplementedError
 
     def _average(
@@ -59,9 +83,29 @@ class ModelAverager(ABC):
 class PeriodicModelAverager(ModelAverager):
     """Averages parameters every `period` steps, beginning with step `warmup_steps`.
 
-    Call it after each optimizer step; with `post_localSGD_hook`, give `warmup_steps` as its `start_localSGD_iter`.
+    Call `average_parameters` after each optimizer step. With `post_localSGD_hook`, give `warmup_steps` as its
+    `start_localSGD_iter`. `laconic.local_sgd(period)` is the same as a strategy.
 
-    `PeriodicModelAverager(period=4, warmup_steps=100).average_parameters(model.parameters())`
+    Bytes: 2(N-1)/N * n * itemsize, every `period` steps.
+
+    Memory: none between steps; a few chunks of 4 MiB in an averaging.
+
+    Not: buffers and the optimizer's state stay each rank's own.
+
+    Arguments:
+      `period`: steps from one averaging to the next, at least 1.
+      `warmup_steps`: steps before the first one. Default 0.
+      `process_group`: the ranks to average over. Default None: all.
+
+    >>> import torch
+    >>> from laconic.compat.model_averaging.averagers import PeriodicModelAverager
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(4, 2)
+    >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
+    >>> averager.average_parameters(model.parameters())  # after optimizer.step()
+    >>> averager.step
+    1
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None) -> None:
@@ -75,10 +119,16 @@ class PeriodicModelAverager(ModelAverager):
                 "with period=1 a model averager sends as much as DistributedDataParallel does; use that, or a longer period",
                 stacklevel=2,
             )
-        self.warmup_steps, self.period = warmup_steps, period
+        self.warmup_steps: int = warmup_steps
+        self.period: int = period
 
     def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Average, if `step` is the warm-up's end or whole periods after it; then count the step."""
+        """Average, if `step` is the warm-up's end or whole periods after it; then count the step.
+
+        Arguments:
+          `params`: a model's parameters, or an optimizer's parameter groups. All ranks have the same: where shapes differ at
+            the first averaging, all raise a ValueError.
+        """
         since = self.step - self.warmup_steps
         if since >= 0 and since % self.period == 0:
             self._average(params, self.process_group)

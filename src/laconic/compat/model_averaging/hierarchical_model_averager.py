@@ -32,10 +32,33 @@ logger = logging.getLogger(__name__)
 class HierarchicalModelAverager(ModelAverager):
     """Averages parameters over groups of several sizes: of those whose period divides the step, over the largest.
 
-    `period_group_size_dict` maps periods to group sizes, both rising; the last size is that of `process_group`. All ranks build
-    it together. Paper: Wang et al. 2020, arXiv:2010.12998.
+    All ranks build it together, and call `average_parameters` after each optimizer step. `laconic.hierarchical_sgd` is the same
+    as a strategy.
 
-    `HierarchicalModelAverager(OrderedDict([(4, 8), (16, 16)]), warmup_steps=100)`: groups of 8 every 4 steps, all 16 every 16.
+    Bytes: 2(N-1)/N * n * itemsize in an averaging, with N the ranks of the group that averages.
+
+    Memory: none between steps; a few chunks of 4 MiB in an averaging.
+
+    Paper: Wang et al. 2020, arXiv:2010.12998.
+
+    Not: buffers and the optimizer's state stay each rank's own. Periods count from step 0, not from the end of the warm-up.
+
+    Arguments:
+      `period_group_size_dict`: periods in steps to group sizes in ranks, both rising; the last size is that of `process_group`.
+        {4: 8, 16: 16}: groups of 8 every 4 steps, all 16 every 16. None, its default, is refused, as in torch.
+      `warmup_steps`: steps before the first averaging. Default 0.
+      `process_group`: all ranks that take part. Default None: all of the job.
+
+    Periods or sizes that make no sense are a ValueError.
+
+    >>> import torch
+    >>> from laconic.compat.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> averager = HierarchicalModelAverager({4: 1}, warmup_steps=100)
+    >>> averager.average_parameters(torch.nn.Linear(4, 2).parameters())  # after optimizer.step()
+    >>> averager.step
+    1
+    >>> torch.distributed.destroy_process_group()
     """
 
     def __init__(
@@ -81,7 +104,11 @@ class HierarchicalModelAverager(ModelAverager):
         return self.period_process_group_dict[due[-1]] if due else None
 
     def average_parameters(self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]) -> None:
-        """Average over the group that is due at this step, if any; then count the step."""
+        """Average over the group that is due at this step, if any; then count the step.
+
+        Arguments:
+          `params`: a model's parameters, or an optimizer's parameter groups; the same on all ranks.
+        """
         group = self._find_process_group() if self.step >= self.warmup_steps else None
         if group is not None:
             self._average(params, group)
