@@ -50,7 +50,8 @@ $(LOWEST_VENV)/installed: pyproject.toml constraints.txt .ci/lowest.py
 	touch $@
 
 test-lowest: $(LOWEST_VENV)/installed ## The tests of the command line and the frameworks on the oldest versions that the extras allow
-	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python $(PYTEST) tests/cli tests/lab tests/report tests/probing tests/advisor tests/integrations
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python $(PYTEST) tests/cli tests/lab tests/report tests/probing tests/advisor tests/integrations \
+		--ignore tests/report/test_page.py # it needs a browser
 
 examples: $(VENV)/installed ## Every file of examples/, one after another, by the commands in examples/README.md; two minutes
 	$(RUN) -m pytest -q -m example --durations 0 --durations-min 1 tests/test_examples.py

@@ -187,9 +187,11 @@ def test_a_killed_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path
 @pytest.mark.soak
 def test_a_sharded_run_is_saved_and_goes_on(tmp_path: Path) -> None:
     save = commands("fsdp2.py")[2]
-    for last in (64, 128):
-        assert f"step {last}: loss" in run(save, tmp_path).stdout
-        assert (tmp_path / f"checkpoints/step-{last:08}").is_dir()
+    run(save, tmp_path)
+    assert (tmp_path / "checkpoints/step-00000064").is_dir()
+    steps = [int(step) for step in re.findall(r"step (\d+): loss", run(save, tmp_path).stdout)]
+    assert min(steps) > 64
+    assert (tmp_path / f"checkpoints/step-{max(steps):08}").is_dir()
 
 
 @pytest.mark.soak

@@ -52,6 +52,7 @@ class ElasticRun:
         self._clock = Clock(parts.optimizers, parts.scaler, self._after_step)
         self._syncs = Syncs(parts, membership, island, options, self._clock)
         self._ended = False
+        self._problem = ""  # with the last sync, if it was dropped
         self._handler: Any = None
         self._join()
 
@@ -190,8 +191,12 @@ class ElasticRun:
             act()
         except CommunicationError as error:
             self._syncs.drop(error)
-            log.warning("%s, step %d: the sync is dropped: %s", self._membership.name, self._clock.step, error)
+            again = str(error) == self._problem  # such as too few workers, sync after sync
+            log.log(logging.DEBUG if again else logging.WARNING, "%s, step %d: the sync is dropped: %s",
+                    self._membership.name, self._clock.step, error)  # fmt: skip
+            self._problem = str(error)
             return False
+        self._problem = ""
         return True
 
     def _go(self) -> NoReturn:

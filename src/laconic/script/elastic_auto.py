@@ -4,6 +4,7 @@ The script builds a DistributedDataParallel over one process, its own. At the fi
 it and all optimizers over its parameters are attached; each worker is one such process.
 """
 
+import atexit
 import os
 import weakref
 
@@ -29,6 +30,7 @@ class ElasticAuto:
         self.strategy = read(strategy)
         self.run: ElasticRun | None = None
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._finished = False
 
     def saw_optimizer(self, optimizer: Optimizer) -> None:
         self._optimizers.append(weakref.ref(optimizer))
@@ -59,7 +61,10 @@ class ElasticAuto:
         self.finish()
 
     def finish(self) -> None:
-        """It is over."""
+        """It is over: once, however it ended."""
+        if self._finished:
+            return
+        self._finished = True
         if self.run is None:
             log(f"this process never trained a DistributedDataParallel, so {self.strategy} was not attached to anything in it")
             return
@@ -71,6 +76,7 @@ class ElasticAuto:
 def install(strategy: str) -> ElasticAuto:
     """Watch from now on what this process builds."""
     auto = ElasticAuto(strategy)
+    atexit.register(auto.finish)
     around_building(DistributedDataParallel, auto.saw_ddp)
     around_building(Optimizer, auto.saw_optimizer)
     return auto
