@@ -1,7 +1,7 @@
 """Workers that are killed, join and leave: laconic.elastic beside torchft's DiLoCo, and a world that grows and shrinks.
 
-python -m benchmarks elastic              # both parts
-python -m benchmarks.elastic failures     # or one; growth
+python -m benchmarks elastic              # all parts
+python -m benchmarks.elastic failures     # or one; fragments, growth
 """
 
 import statistics
@@ -148,11 +148,11 @@ def ratios_of(label: str, killed: Runs, undisturbed: Runs) -> list[Ratio]:
     ]
 
 
-def failures() -> None:
-    """Part one: kills behind a link."""
+def failures(chosen: Callable[[str], bool], name: str, title: str) -> None:
+    """Kills behind a link: torchft's method, and ours beside it."""
     killed: dict[str, dict[int, Figures]] = defaultdict(dict)
     undisturbed: dict[str, dict[int, Figures]] = defaultdict(dict)
-    names = list(METHODS)
+    names = [label for label in METHODS if chosen(BESIDE.get(label, label))]
     for turn, (seed, kills) in enumerate(KILLS.items()):
         first = turn * len(names) // len(KILLS)
         for label in names[first:] + names[:first]:
@@ -163,7 +163,7 @@ def failures() -> None:
     for label in names:
         rows += [row(label, "yes", killed[label], undisturbed[label])]
         rows += [row(label, "no", undisturbed[label], undisturbed[label])]
-    ratios = [ratio for label in BESIDE for ratio in ratios_of(label, killed, undisturbed)]
+    ratios = [ratio for label in names if label in BESIDE for ratio in ratios_of(label, killed, undisturbed)]
     moments = "; ".join(f"seed {s}: " + ", ".join(f"worker {who} at {at:.0f} s" for at, who in k) for s, k in KILLS.items())
     legend = (
         f"Byte-level transformer of 0.87 million parameters, AdamW, batch {BytesGPT.BATCH} x {BytesGPT.CONTEXT}, {HOSTS} "
@@ -182,14 +182,20 @@ def failures() -> None:
         "step': the longest time in which no worker made one; 'of one survivor': in which one that was never killed made "
         "none. 'other deaths': processes that ended without a kill."
     )
-    report("elastic-failures", "Workers that are killed", rows, legend, ratios)
+    report(name, title, rows, legend, ratios)
 
 
-PARTS: Mapping[str, Callable[[], None]] = {"failures": failures, "growth": growth}
+PARTS: Mapping[str, Callable[[], None]] = {
+    "failures": lambda: failures(lambda base: base == TORCHFT, "elastic-failures", "Workers that are killed"),
+    "fragments": lambda: failures(
+        lambda base: base == FRAGMENTS, "elastic-fragments", "Workers that are killed, with exchanges that stay outstanding"
+    ),
+    "growth": growth,
+}
 
 
 def main(parts: Sequence[str] = tuple(PARTS)) -> None:
-    """Two tables."""
+    """Three tables."""
     torch.set_num_threads(1)
     for part in parts:
         PARTS[part]()
