@@ -91,6 +91,7 @@ def test_workers_that_are_killed_come_back(seed: int, times: int, tmp_path: Path
         assert statistics.mean(losses.values()) < 1.02 * statistics.mean(calm_losses.values()) + 1e-4
 
 
+@pytest.mark.soak
 def test_workers_that_die_while_a_state_is_sent(tmp_path: Path, lighthouse: Lighthouse) -> None:
     """First who sends it, then who gets it: the one is healed by another worker, and the others go on."""
     with crew(tmp_path, INT8, 10_000, lighthouse.start(min_replicas=2)) as workers:  # b is there from the start
@@ -229,7 +230,7 @@ def test_the_world_grows_and_shrinks(tmp_path: Path, lighthouse: Lighthouse) -> 
         assert first.layers
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_worker_of_two_ranks_dies_and_comes_back(first: int, tmp_path: Path, lighthouse: Lighthouse) -> None:
     """Whichever of its ranks dies first; both are started again, as by torchrun."""
     with crew(tmp_path, INT8, 10_000, lighthouse.start(), ranks=2) as workers:

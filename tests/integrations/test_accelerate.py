@@ -295,7 +295,8 @@ def ten_steps(rank: int) -> dict[str, Tensor]:
         return weights_of(model)
 
 
-@pytest.mark.parametrize("how", ["config", pytest.param("flags", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["config", "flags"])
 def test_accelerate_launch(how: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(LAUNCHED))
     (tmp_path / "config.yaml").write_text(textwrap.dedent(CONFIG))

@@ -239,6 +239,7 @@ def test_another_machine_has_other_files(monkeypatch: pytest.MonkeyPatch) -> Non
     cache._key.cache_clear()
 
 
+@pytest.mark.soak
 def test_what_the_compiler_says_is_kept_and_auto_does_not_try_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fails = empty_cache / "g++"
     fails.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")

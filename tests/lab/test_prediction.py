@@ -14,6 +14,7 @@ from laconic.lab.hosts import burst_bytes
 from laconic.lab.prediction import networks
 
 
+@pytest.mark.soak
 def test_a_probe_is_kept_for_a_day_and_speaks_for_any_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, again = host_speeds.ensure(2, 1, cables=False, say=print), list[str]()
     assert host_speeds.ensure(2, 1, cables=False, say=again.append) == path

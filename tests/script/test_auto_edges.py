@@ -74,7 +74,7 @@ def several_optimizers(rank: int) -> None:
                 late.step()
             return new(lines)
 
-        assert ("(163 parameters) and SGD, AdamW, 1 ranks" in steps(0)) == (rank == 0)
+        assert ("(163 parameters) and SGD, AdamW, 1 rank" in steps(0)) == (rank == 0)
         states = copy.deepcopy([early.state_dict(), late.state_dict()])
         assert ["laconic" in state for state in states] == [True, False], "one of them has it"
         for optimizer, state in zip((early, late), states, strict=True):
