@@ -105,10 +105,10 @@ pictures: $(VENV)/installed ## The pictures of README and docs, from imports, th
 	else echo "not drawn, because there is no laconic-compare (make demo leaves it): table.svg and report.png"; fi
 
 docs: $(VENV)/installed ## The documentation as a site, into site/; a broken link, or a public name without a docstring, is an error
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-serve: $(VENV)/installed ## The same at http://127.0.0.1:8000, built anew while you write
-	$(BIN)/mkdocs serve --no-strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --no-strict
 
 clean: ## Remove what was built
 	rm -rf $(VENV) $(VENV)-bench $(VENV)-dist $(VENV)-lowest $(VENV)-torch-* laconic-compare build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

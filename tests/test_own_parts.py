@@ -188,29 +188,46 @@ class Wrong(laconic.Reducer):
         match self.how:
             case "no yield":
                 return laconic.Reduced(bucket.flat)
+            case "no yield, no return":
+                return None
             case "yields a tensor":
                 return (part for part in [bucket.flat])
         return self._exchange(bucket)
 
     def _exchange(self, bucket: laconic.Bucket) -> Any:
         mean = yield laconic.AllReduce(bucket.flat)
-        if self.how == "returns a tensor":
-            return mean
-        if self.how == "another shape":
-            return laconic.Reduced(mean[1:])
+        match self.how:
+            case "no return":
+                return None
+            case "returns a tensor":
+                return mean
+            case "another shape":
+                return laconic.Reduced(mean[1:])
+            case "an error of another shape":
+                return laconic.Reduced(mean, mean[1:])
+            case "no tensor":
+                return laconic.Reduced(0.5)  # type: ignore[arg-type]
         return laconic.Reduced(mean, None, lambda: bucket.slots[0].update(n=3))  # type: ignore[call-overload]
 
 
+MUST_YIELD = (
+    r"Wrong.reduce must yield collectives, as in `mean = yield .*AllReduce\(tensor\)`; it yielded nothing, and returned "
+)
+MUST_RETURN = r"Wrong.reduce must return laconic.Reduced\(mean, ...\)"
 MISTAKES = {
-    "no yield": "reduce must yield collectives, `mean = yield AllReduce",
-    "yields a tensor": "reduce must yield collectives, such as AllReduce.*, and yielded a Tensor",
-    "returns a tensor": "reduce must return Reduced.mean., and returned a Tensor",
-    "another shape": "the mean must have as many numbers as the bucket, 3, got 2",
-    "memory that is no tensor": "a reducer's memory must be tensors, and 'n' of '.*' is 3",
+    "no yield": MUST_YIELD + "a Reduced",
+    "no yield, no return": MUST_YIELD + "None",
+    "yields a tensor": r"Wrong.reduce must yield collectives, such as laconic.AllReduce\(tensor\), and yielded a Tensor",
+    "no return": f"{MUST_RETURN}, got None",
+    "returns a tensor": f"{MUST_RETURN}, got a Tensor",
+    "no tensor": f"{MUST_RETURN} with a tensor as its mean, got a float",
+    "another shape": "Wrong.reduce: the mean must have as many numbers as the bucket, 3, got 2",
+    "an error of another shape": "Wrong.reduce: the error must have as many numbers as the bucket, 3, got 2",
 }
+MISTAKE_OF_MEMORY = {"memory that is no tensor": "a reducer's memory must be tensors, and 'n' of '.*' is 3"}
 
 
-@pytest.mark.parametrize("how", MISTAKES)
+@pytest.mark.parametrize("how", [*MISTAKES, *MISTAKE_OF_MEMORY])
 @pytest.mark.parametrize("text", ["ddp(reducer={})", "diloco(1, reducer={})"], ids=["gradients", "deltas"])
 def test_a_reducer_that_is_wrong_is_told_what_is_wanted(how: str, text: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -218,13 +235,51 @@ def test_a_reducer_that_is_wrong_is_told_what_is_wanted(how: str, text: str) -> 
         model = DistributedDataParallel(torch.nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = laconic.attach(model, optimizer, text.format(f"tests.test_own_parts:Wrong({how!r})"))
-        with pytest.raises((TypeError, ValueError), match=MISTAKES[how]):
+        with pytest.raises((TypeError, ValueError), match={**MISTAKES, **MISTAKE_OF_MEMORY}[how]):
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
             run.state_dict()
         engine_of(run).end(failed=True)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", MISTAKES)
+@pytest.mark.parametrize("around", [lambda wrong: wrong, laconic.ErrorFeedback], ids=["alone", "inside"])
+def test_it_is_told_the_same_by_predict_and_simulate(how: str, around: Callable[[laconic.Reducer], laconic.Reducer]) -> None:
+    reducer, flat = around(Wrong(how)), torch.ones(3)
+    with pytest.raises((TypeError, ValueError), match=MISTAKES[how]):
+        laconic.predict(laconic.ddp(reducer=reducer), torch.nn.Linear(2, 1, device="meta"), world_size=2)
+    with pytest.raises((TypeError, ValueError), match=MISTAKES[how]):
+        laconic.simulate([reducer.reduce(laconic.Bucket(flat, [flat], ["w"], [{}], rank=0, world=1))])
+
+
+@dataclass(frozen=True)
+class Reads(laconic.Reducer):
+    """Looks at values, which tensors on meta don't have."""
+
+    how: str = "item"
+
+    def reduce(self, bucket: laconic.Bucket) -> laconic.Exchange:
+        match self.how:
+            case "item":
+                largest = bucket.flat.abs().max().item()
+                mean = yield laconic.AllReduce(bucket.flat / largest)
+            case "mask":
+                mean = yield laconic.AllReduce(bucket.flat[bucket.flat > 0])
+            case "shape":
+                mean = yield laconic.AllReduce(bucket.flat + bucket.flat.new_zeros(2))
+        return laconic.Reduced(mean)
+
+
+@pytest.mark.parametrize("around", [lambda wrong: wrong, laconic.ErrorFeedback], ids=["alone", "inside"])
+def test_a_reducer_that_reads_a_value_is_named_by_predict(around: Callable[[laconic.Reducer], laconic.Reducer]) -> None:
+    layer = torch.nn.Linear(2, 1, device="meta")
+    for how in ("item", "mask"):
+        with pytest.raises(TypeError, match=r"Reads.reduce must not read a value into Python: no .item\(\), no `if tensor`"):
+            laconic.predict(laconic.ddp(reducer=around(Reads(how))), layer, world_size=2)
+    with pytest.raises(RuntimeError, match="broadcast a dimension"):  # any other error stays as it is
+        laconic.predict(laconic.ddp(reducer=around(Reads("shape"))), layer, world_size=2)
 
 
 @dataclass(frozen=True)

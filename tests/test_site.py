@@ -124,6 +124,9 @@ def test_pages_are_for_git_hosts_and_become_what_the_site_takes() -> None:
     page = "Two things:\n- [one](a.py)\n- two\n\n```python\n>>> a = 1\n```\n```\n$ ls\n```\n"
     shown = part("plain_markdown", "for_site")(page, str.upper)
     assert shown == "TWO THINGS:\n\n- [ONE](A.PY)\n- TWO\n\n```pycon\n>>> a = 1\n```\n```console\n$ ls\n```\n"
+    inside = "- one\n\n  ```\n  a\n  ```\n\n  more\n- two\n"
+    shown = part("plain_markdown", "for_site")(inside, str.rstrip)
+    assert shown == "- one\n\n    ```text\n    a\n    ```\n\n    more\n- two\n", "what belongs to an item"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -224,13 +227,67 @@ def test_the_toggle_changes_the_mode_and_is_remembered(browser: Browser, address
     site.check()
 
 
+FIRST = {
+    "ErrorFeedback": "reference/reducers.html#laconic.ErrorFeedback",
+    "attach": "reference/attach.html#laconic.attach",
+    "error feedback": "reference/reducers.html#laconic.ErrorFeedback",
+    "powersgd": "reference/strategies.html#laconic.powersgd",  # and not torch's hook, in laconic.compat
+    "PeerError": "reference/errors.html#laconic.PeerError",
+    "resume": "checkpoint.html",
+}
+
+
 @pytest.mark.soak
-def test_the_search_finds_a_name_and_leads_there(browser: Browser, address: str) -> None:
+@pytest.mark.parametrize("words", FIRST)
+def test_the_search_leads_to_what_defines_the_words(browser: Browser, address: str, words: str) -> None:
     site = Site(browser, address)
     site.open("index")
-    site.window.locator("input.md-search__input").fill("ErrorFeedback")
-    found = site.window.locator(".md-search-result__link").nth(1)  # the first is its page
+    site.window.locator("input.md-search__input").fill(words)
+    page, _, anchor = FIRST[words].partition("#")
+    found = site.window.locator(".md-search-result__link").nth(1 if anchor else 0)  # the first is its page
     found.click()
-    site.window.wait_for_url(re.compile(r"/reference/reducers\.html\S*#laconic\.ErrorFeedback$"))
-    assert site.window.locator("[id='laconic.ErrorFeedback']").is_visible()
+    site.window.wait_for_url(re.compile(rf"/{re.escape(page)}[^#]*{f'#{re.escape(anchor)}' if anchor else ''}$"))
+    if anchor:
+        assert site.window.locator(f"[id='{anchor}']").is_visible()
     site.check()
+
+
+CUT = """[...document.querySelectorAll('pre > code, .columns')].filter(one => {
+    const style = getComputedStyle(one), more = one.scrollWidth - one.clientWidth;
+    return more > 1 && (style.overflowX !== 'auto' || !style.backgroundImage.includes('gradient'));
+}).map(one => one.textContent.slice(0, 60))"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("width", [PHONE, 1280])
+def test_output_wraps_and_what_scrolls_shows_it(browser: Browser, address: str, width: int) -> None:
+    site = Site(browser, address, width=width)
+    for page in ("network", "choosing", "benchmarks", "compression", "start", "reference/reducers", "reference/cli"):
+        site.open(page)
+        assert site.window.evaluate(CUT) == [], page
+    site.open("network")
+    tables = site.window.locator(".columns.drawn")
+    wider = tables.evaluate_all("all => all.filter(one => one.scrollWidth > one.clientWidth + 1).length")
+    assert tables.count() > 1
+    assert wider == (tables.count() if width == PHONE else 0), "at this width the tables fit the page"
+    site.check()
+
+
+@pytest.mark.soak
+def test_the_list_of_all_names_fits_a_phone(browser: Browser, address: str) -> None:
+    site = Site(browser, address, width=PHONE)
+    site.open("reference/index")
+    assert site.window.locator(".names h3").count() > 8, "a heading for each page of the reference"
+    assert site.window.locator(".names td:first-child a").count() == len(public_names())
+    wide = "all => all.filter(one => one.getBoundingClientRect().right > innerWidth).map(one => one.textContent)"
+    assert site.window.locator(".names a").evaluate_all(wide) == []
+    site.check()
+
+
+def test_output_is_split_into_prose_and_columns() -> None:
+    long = "word " * 31
+    code = f"$ laconic  show\n{long.strip()}\nbroken here\n\n┏━━┓\n┃ <b>&lt;</b>┃\n- an item"
+    before, after = '<div class="language-text highlight"><pre><code>', "</code></pre></div>"
+    shown = part("output_blocks", "with_columns")(f"{before}{code}\n{after}")
+    table = '<span class="columns drawn" tabindex="0" style="--columns: 4">┏━━┓\n┃ <b>&lt;</b>┃\n</span>'
+    assert shown == f"{before}$ laconic  show\n{long}broken here\n\n{table}- an item\n{after}"

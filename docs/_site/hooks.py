@@ -13,10 +13,13 @@ from command_line import command_line
 from docstrings import Links
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from output_blocks import has_wide_table, with_columns
 from plain_markdown import for_site
 from public_names import public_names
+from search_index import weigh
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -58,12 +61,19 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Links as the site has them, names that lead to the reference, and what is generated."""
     place = page.file.src_uri
     origin = _shown.get(place, f"docs/{place}")
+    if has_wide_table(markdown):
+        page.meta["hide"] = ["toc"]
     markdown = GENERATED.sub(lambda found: {"names": _all_names, "commands": command_line}[found[1]](), markdown)
 
     def prose(line: str) -> str:
         return _links.insert(TARGET.sub(lambda found: _relative(found[1], found[2] or "", origin, place), line))
 
     return for_site(markdown, prose)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Blocks of output that can be read on every screen."""
+    return with_columns(html)
 
 
 def on_post_page(output: str, page: Page, **_: object) -> str:
@@ -73,13 +83,15 @@ def on_post_page(output: str, page: Page, **_: object) -> str:
     return output
 
 
+@event_priority(-100)  # after the search has written its index
 def on_post_build(config: MkDocsConfig) -> None:
-    """Refuse a reference that lacks a public name."""
+    """Refuse a reference that lacks a public name, and weigh what the search finds."""
     missing = sorted(set(public_names()) - _anchors)
     if missing:
         raise PluginError(
             f"docs/reference/ lacks public names; write `::: name` into one of its pages for {', '.join(missing)}"
         )
+    weigh(Path(config.site_dir))
 
 
 def place_of(path: str) -> str:
@@ -135,10 +147,20 @@ def _listing(folder: Path) -> str:
 
 
 def _all_names() -> str:
-    """Every public name, with the first line of its docstring."""
-    rows: dict[bool, list[str]] = {False: ["| name | |", "|---|---|"], True: ["| in `laconic.compat` | |", "|---|---|"]}
+    """Every public name with the first line of its docstring, by the page of the reference that has it."""
+    pages = re.findall(r"^\| \[(.+)\]\((\w+)\.md\) \|", (ROOT / "docs/reference/index.md").read_text(), re.MULTILINE)
+    place = {name: page for _, page in pages for name in re.findall(r"^::: (\S+)$", _reference(page), re.MULTILINE)}
+    rows: dict[str, list[str]] = {page: [] for _, page in pages}
     for name, text in sorted(public_names().items(), key=lambda item: item[0].lower()):
+        owner = name
+        while owner not in place:  # a name without a line of its own is on the page of its module
+            owner = owner.rpartition(".")[0]
         first = text.strip().partition("\n")[0].replace("|", r"\|")
-        torchs = name.startswith("laconic.compat.")
-        rows[torchs].append(f"| [`{name.rpartition('.')[2] if torchs else name}`][{name}] | {first} |")
-    return "\n\n".join("\n".join(table) for table in rows.values())
+        shown = name.replace("laconic.compat.", "", 1)
+        rows[place[owner]].append(f"| [`{shown}`][{name}] | {first} |")
+    tables = [f"### {title}\n\n| name | |\n|---|---|\n" + "\n".join(rows[page]) for title, page in pages if rows[page]]
+    return '<div class="names" markdown>\n\n' + "\n\n".join(tables) + "\n\n</div>"
+
+
+def _reference(page: str) -> str:
+    return (ROOT / f"docs/reference/{page}.md").read_text()

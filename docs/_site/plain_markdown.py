@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 FENCE = re.compile(r"^\s*(`{3,}|~{3,})\s*(\w*)\s*$")
 ITEM = re.compile(r"^ *([-*]|\d+\.) +(?=\S)")
+WITHIN = re.compile(r" {2,3}(?![-* ]|\d+\. )\S")
 NAMED = re.compile(r"^ *`[^`]+`(?:,? (?:and )?`[^`]+`)*: ")  # an argument, and what it is
 LABELS = "Maths|Bytes|Memory|Papers?|Not|Known|Biased|Unbiased|Rounds|Raises|Returns|Needs|Limits|Arguments|Fields|Examples?"
 LABEL = re.compile(rf"^({LABELS}):(?= |$)")
@@ -21,24 +22,25 @@ Rewrite = Callable[[str], str]
 def for_site(text: str, prose: Rewrite) -> str:
     """A page as git hosts read it; `prose` is applied to each line outside of blocks of code."""
     out: list[str] = [""]
-    fence, in_list = "", False
+    fence, pad, in_list = "", "", False
     lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         mark = FENCE.match(line)
         if fence:
             fence = "" if mark and mark[1].startswith(fence) and not mark[2] else fence
-            out.append(line)
+            out.append(pad + line if line else line)
             continue
+        pad = "  " if in_list and WITHIN.match(line) and not out[-1] else ""  # a block in an item: here it takes 4 spaces
         if mark:
             fence = mark[1]
-            out.append(line[: mark.end(1)] + language(mark[2], following))
+            out.append(pad + line[: mark.end(1)] + language(mark[2], following))
             continue
         item = bool(ITEM.match(line))
         starts = (item and not in_list) or (line.startswith("|") and not out[-1].startswith("|"))
         if starts and out[-1].strip():  # elsewhere these end a paragraph, in Python-Markdown they are a part of it
             out.append("")
         in_list = item or (in_list and (not line or line.startswith(" ") or bool(out[-1].strip())))
-        out.append(prose(line))
+        out.append(pad + prose(line))
     return "\n".join(out[1:]) + "\n"
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from laconic.comm.group import CommunicationError as CommunicationError
     from laconic.forecast import Forecast as Forecast
     from laconic.forecast import predict as predict
+    from laconic.forecast.reducer_laws import check_reducer as check_reducer
     from laconic.meter import Meter as Meter
     from laconic.probing.probe import probe as probe
     from laconic.ranks.agreement import PeerError as PeerError
@@ -99,6 +100,7 @@ _HOME = {
     "comm.exchange": ["Exchange", "Reduced"],
     "comm.group": ["CommunicationError"],
     "forecast": ["Forecast", "predict"],
+    "forecast.reducer_laws": ["check_reducer"],
     "meter": ["Meter"],
     "ranks.agreement": ["PeerError"],
     "ranks.presence": ["UnevenError"],
@@ -199,6 +201,7 @@ __all__ = [
     "__version__",
     "attach",
     "bf16",
+    "check_reducer",
     "check_replicas",
     "checkpoint",
     "compat",

@@ -132,7 +132,8 @@ class Meter:
     It raises a ValueError for an `every` below 0, and an ImportError where TensorBoard is not installed.
 
     >>> import json, pathlib, tempfile, torch, laconic
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with laconic.attach(model, optimizer, "local_sgd(2)") as run:
@@ -140,7 +141,10 @@ class Meter:
     ...     for batch in torch.ones(2, 8, 4):
     ...         model(batch).sum().backward()
     ...         optimizer.step()
-    >>> [json.loads(line)["kind"] for line in pathlib.Path(folder, "rank-0.jsonl").read_text().splitlines()]
+    >>> [
+    ...     json.loads(line)["kind"]
+    ...     for line in pathlib.Path(folder, "rank-0.jsonl").read_text().splitlines()
+    ... ]
     ['start', 'step', 'step', 'sync', 'end']
     >>> torch.distributed.destroy_process_group()
     """

@@ -347,3 +347,52 @@ def test_a_file_that_lacks_some_of_a_task_s_functions_is_a_script(tmp_path: Path
     task.write_text("from here import model, optimizer\ndef batches(rank, world, seed): ...\ndef loss(model, batch): ...\n")
     script.write_text("def loss(x): ...\nprint('trains')\n")
     assert [_is_script(str(path)) for path in (task, script, tmp_path / "none.py")] == [False, True, False]
+
+
+ONE_HOST = replace(
+    PROBE,
+    world=2,
+    per_node=2,
+    workers=[Worker(rank, "here", 0) for rank in range(2)],
+    fits=[fit for fit in PROBE.fits if fit.ranks == 2],
+    bits_per_second=None,
+    link_note="all ranks are on one host: no link was measured, only this machine's own speed",
+)
+
+
+def test_a_probe_of_one_host_says_nothing_of_a_link(tmp_path: Path) -> None:
+    file = tmp_path / "probe.json"
+    file.write_text(ONE_HOST.text())
+    found = answer("--params", "350m", "--step-ms", "420", "--probe", str(file))
+    assert found["verdict"].startswith(
+        "This probe measured no link between hosts, so this answer is about this host alone: on it, ddp()"
+    )
+    again = "laconic probe --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-node:29400"
+    assert found["verdict"].endswith(again)
+    assert (
+        again.replace("--nproc-per-node 2", "--nproc-per-node 4")
+        in Path(__file__).parents[2].joinpath("docs/probe.md").read_text()
+    )
+    assert {row["refused"] for row in found["rows"]} == {""}, "local strategies average, if within a host"
+    assert found["rows"][0]["wire_bytes_per_step"] == pytest.approx(4 * 350e6, rel=0.01), "2(N-1)/N of 4 bytes a parameter"
+    shown = laconic("--params", "1m", "--step-ms", "4", "--probe", str(file), "-s", "silent()").stdout
+    assert "2 workers on one host" in shown
+    assert "1 nodes" not in shown
+    assert "bytes: what a worker sends within this host in a step" in " ".join(shown.split())
+    assert "it never averages" in " ".join(shown.replace("│", " ").split()), "silent() does not"
+    file.write_text(replace(PROBE, bits_per_second=None, link_note="processors were busy").text())
+    assert (
+        "over the network of the probe, which found no link's rate, ddp()" in answer(*NUMBERS, "--probe", str(file))["verdict"]
+    )
+    file.write_text(ONE_HOST.text())
+    assert "this probe was on one host alone" in laconic(*NUMBERS, "--probe", str(file), "--budget", "1gb").stderr
+
+
+def test_the_answer_ends_with_the_next_command() -> None:
+    shown = laconic(*NUMBERS, *LINK).stdout
+    choice = answer(*NUMBERS, *LINK)["choice"]
+    assert shown.rstrip().endswith(f'\nlaconic compare mine.py \\\n  -s "{choice}" --link 1gbit')
+    assert answer(*NUMBERS, *LINK)["next_command"] == f'laconic compare mine.py -s "{choice}" --link 1gbit'
+    assert "on one machine, without communication" in " ".join(shown.split())
+    quiet = laconic(*NUMBERS, "--workers", "8", "--link", "800gbit").stdout
+    assert quiet.rstrip().endswith("next: nothing to change, ddp() is plain DDP")

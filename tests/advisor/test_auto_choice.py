@@ -40,6 +40,6 @@ def test_a_link_between_the_ranks_of_one_host_is_as_if_each_had_its_own() -> Non
     fits = [Fit("AllReduce", 2, 1, 1e-3, 1e-9, (1e-3, 1e-3), (1e-9, 1e-9), 0.0, 0.0)]
     workers = [Worker(rank, "here", 0) for rank in range(2)]
     probe = Probe(2, 2, "cpu", "gloo", 1.0, 1.0, 0, workers, [], [], fits, None, 0.0, "", [], 0.5, {})
-    assert auto._network(probe, Advised("same", 0.9, None, 5, 1.0)).per_node == 2
+    assert auto._network(probe, Advised("same", 0.9, None, 5, 1.0)).per_node == 1
     own = auto._network(probe, Advised("same", 0.9, "1gbit", 5, 1.0))
     assert (own.per_node, own.link, own.slow_down) == (1, Link(10**9), 0.5)

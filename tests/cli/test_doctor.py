@@ -87,6 +87,17 @@ def test_without_a_compiler_the_command_for_one_is_given() -> None:
     assert "no C++ compiler" in dict(lines(found))["kernels"]
 
 
+def test_one_thread_and_a_kernel_without_delays() -> None:
+    refused = "limited links can't be had here: this kernel has no delays (netem): (2, 'No such file or directory')"
+    found = dict(lines(replace(FOUND, delays=refused, torch={**TORCH, "threads": 1})))
+    assert found["limited links"].endswith("tbf); delays: not possible, this kernel has no netem")
+    assert "AVX2, 1 thread; " in found["torch"]
+    assert "AVX2, 2 threads; " in dict(lines(FOUND))["torch"]
+    assert (
+        "not permitted" in dict(lines(replace(FOUND, delays=refused.replace("No such file", "not permitted"))))["limited links"]
+    )
+
+
 def test_the_packages_are_those_of_laconic_s_own_metadata() -> None:
     found = {one.name: one for one in needed_packages()}
     assert found["torch"].version is not None

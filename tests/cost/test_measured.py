@@ -89,7 +89,9 @@ def test_a_fit_has_the_ranges_of_the_quartiles_and_its_errors() -> None:
     rows[2] = dataclasses.replace(rows[2], seconds=2 * rows[2].seconds)
     (fit,) = fitted(rows)
     assert fit.seconds_per_byte == pytest.approx(1 / RATE)
-    assert fit.worst_error == pytest.approx(0.5)
+    assert fit.worst_error == pytest.approx(1.0), "twice as long as the line says"
+    rows[2] = dataclasses.replace(rows[2], seconds=rows[2].seconds / 4)
+    assert fitted(rows)[0].worst_error == pytest.approx(1.0), "half as long"
 
 
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def kills(workers: Crew, seed: int, times: int) -> None:
     """One of four is killed at random moments: in compute, in a sync, or while another one heals; each comes back."""
     chance = random.Random(seed)
     workers.start(*FOUR)
-    workers.until(at_version(3))
+    workers.until(lambda found: any(record["workers"] == FOUR for record in syncs(found)))
     for _ in range(times):
         victim = chance.choice(FOUR)
         others = [name for name in FOUR if name != victim]

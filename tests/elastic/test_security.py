@@ -296,7 +296,7 @@ def trained(group: ElasticGroup, seed: int, exchanges: int) -> Parts:
         optimizer.zero_grad()
         made.drift()
         due = made.departures(step)
-        made.exchange(step, due, lambda: None)
+        made.exchange(step, due, lambda _: None)
         made.mark()
     return made
 

@@ -96,6 +96,19 @@ def test_it_fits_a_phone(window: Page, tmp_path: Path) -> None:
     assert min(charts) > 180, "the chart has most of the width"
 
 
+def test_a_table_has_the_width_of_the_window_and_scrolls_beyond_it(window: Page, tmp_path: Path) -> None:
+    made = results()
+    made.runs[1].strategy = "streaming_diloco(period=16, fragments=4, delay=3, carry=True, warmup_reducer=Quantized(8))"
+    cut = "(box => box.scrollWidth - box.clientWidth)(document.querySelector('.wide'))"
+    opened(window, tmp_path, made, width=1280)
+    assert window.evaluate(cut) <= 0, "all columns are seen"
+    assert window.evaluate("document.documentElement.scrollWidth") <= 1280
+    opened(window, tmp_path, made, width=360)
+    assert window.evaluate(cut) > 0
+    window.evaluate("document.querySelector('.wide').scrollLeft = 1e6")
+    assert window.evaluate("[...document.querySelectorAll('th')].at(-1).getBoundingClientRect().right") <= 360
+
+
 def test_what_came_from_the_user_is_text(window: Page, tmp_path: Path) -> None:
     made = results(task=NASTY)
     made.runs[1].strategy = f"diloco(period={NASTY})"

@@ -87,6 +87,22 @@ def test_what_was_found_is_said_in_words() -> None:
     assert "It took 3.2 s of 4, and each rank sent 5 MB." in said
 
 
+def test_a_large_message_that_is_far_off_the_line_is_a_warning() -> None:
+    off = record()
+    del off["fits"][1]
+    assert "WARNING" not in "\n".join(findings(off))
+    (large,) = [
+        each for each in off["samples"] if (each["kind"], each["in_flight"]) == ("AllReduce", 1) and each["wire_bytes"] > 1e6
+    ]
+    large["seconds"] *= 15
+    off["fits"][0]["worst_error"] = 14.0
+    assert lines(off)[0][8] == "15x"
+    (warning,) = [text for text in findings(off) if text.startswith("WARNING")]
+    assert "AllReduce of 1.05 MB among 2 ranks took 15 times as long as the fitted line says" in warning
+    large["seconds"] /= 15 * 4
+    assert "took 1/4 of what the fitted line says" in "\n".join(findings(off))
+
+
 def test_what_was_not_found_is_not_claimed() -> None:
     none = record(
         bits_per_second=None, link_note="all ranks are on one host", delay_seconds=0.0, slow=[], slow_downs={}, left_out=[]

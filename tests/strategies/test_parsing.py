@@ -38,7 +38,10 @@ def test_arguments_come_back(warmup: int) -> None:
         ("frobnicate", "unknown name 'frobnicate'; known are "),
         ("bf16(warmpu=3)", "bf16 has no 'warmpu'; did you mean 'warmup'?\n  bf16(warmpu=3)\n       ^^^^^^^^"),
         ("bf16(warmup=-3)", "warmup must be 0 or more steps, got -3\n  bf16(warmup=-3)\n  ^^^^"),
-        ("ddp(reducer=Cats())", "did you mean 'Cast'?\n  ddp(reducer=Cats())\n              ^^^^"),
+        (
+            "ddp(reducer=Cats())",
+            "did you mean 'Cast'? For a class of your own write module:Cats()\n  ddp(reducer=Cats())\n              ^^^^",
+        ),
         ("ddp(reducer=Cast('int3'))", "one of fp16, bf16, got 'int3'"),
         ("ddp(reducer=Warmup(-1, Exact()))", "start must be 0 or more steps, got -1"),
         ("ddp(reducer=3)", "reducer must be a Reducer such as Cast('bf16'), got 3"),
@@ -141,3 +144,63 @@ def test_schedules_refuse_what_makes_no_sense() -> None:
         laconic.Every(0)
     with pytest.raises(ValueError, match="start must be 0 or more steps, got -2"):
         laconic.Every(1, start=-2)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "elsewhere"),
+    [
+        ("ddp(reducer=BlockMax())", ["known are AlternatingPowerSGD, ", "Warmup; for"], ["Adopt", "Every", "Route", "Advised"]),
+        ("ddp(reducer=ErrorFeedback(BlockMax()))", ["known are AlternatingPowerSGD, "], ["Adopt", "Every", "Deltas"]),
+        ("diloco(outer=BlockMax())", ["known are Adopt, Nesterov, OuterOptimizer, SlowMo; for"], []),
+        ("local_sgd(BlockMax())", ["known are Every, Never, QSR, Until; for"], []),
+        ("Strategy(Exact(), BlockMax())", ["known are Route; for"], []),
+        ("Strategy(Exact(), Route(((BlockMax(), 'world'),)))", ["known are Every, Never, QSR, Until; for"], []),
+    ],
+)
+def test_an_unknown_name_is_told_what_fits_there(text: str, wanted: list[str], elsewhere: list[str]) -> None:
+    with pytest.raises(ValueError, match="unknown name 'BlockMax'") as caught:
+        laconic.strategy(text)
+    said = str(caught.value)
+    assert all(part in said for part in [*wanted, "for a class of your own write module:BlockMax()"])
+    assert not any(re.search(rf"\b{name}\b", said.split("\n")[0].partition("known are")[2]) for name in elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("ddp(reducer=ErrorFeedback())", "ddp: reducer: ErrorFeedback needs inner, such as ErrorFeedback(TopK())\n"),
+        ("ddp(reducer=ErrorFeedback)", "ddp: reducer: ErrorFeedback needs inner, such as ErrorFeedback(TopK())\n"),
+        ("ddp(reducer=Warmup(start=3))", "ddp: reducer: Warmup needs inner, such as Warmup(100, TopK())\n"),
+        ("local_sgd(QSR())", "local_sgd: period: QSR needs base and alpha, such as QSR(4, 0.02)\n"),
+        ("diloco(outer=OuterOptimizer())", "OuterOptimizer needs optimizer, such as OuterOptimizer(torch.optim.adam:Adam)\n"),
+        ("Strategy(Exact(), Route())", "Route needs legs, such as Route(((Every(16), 'world'),))\n"),
+        ("Strategy()", "Strategy needs reducer and route, such as Strategy(TopK(), Route(((Every(16), 'world'),)))\n"),
+        ("ddp(reducer=ErrorFeedback(iner=TopK()))", "ErrorFeedback has no 'iner'; did you mean 'inner'?\n"),
+        ("ddp(reducer=Exact(1, 2))", "Exact: too many positional arguments, 2\n"),
+        (
+            "ddp(reducer=Sign(256, 2, 3, 4, 5))",
+            "Sign: too many positional arguments, 5; write the arguments with their names, which are block, ",
+        ),
+        ("ddp(reducer=Cast('bf16', dtype='fp16'))", "'dtype' is given twice\n"),
+        ("ddp(reducer=tests.test_own_parts:Named(parts=()))", "Named needs warmup and cycle, such as Named(100, 100)\n"),
+    ],
+)
+def test_missing_and_unknown_arguments_are_named(text: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(wanted)) as caught:
+        laconic.strategy(text)
+    assert "__init__" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Warmup", "ErrorFeedback", "QSR", "Until", "OuterOptimizer", "Route"])
+def test_the_example_that_is_shown_can_be_read(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} needs ") as caught:
+        laconic.strategy(f"{name}()")
+    example = str(caught.value).split("such as ")[1].split("\n")[0]
+    with pytest.raises(ValueError, match="is no strategy"):  # it could be made, and is a part of one
+        laconic.strategy(example)
+
+
+def test_the_example_of_a_strategy_is_one() -> None:
+    with pytest.raises(ValueError, match="Strategy needs ") as caught:
+        laconic.strategy("Strategy()")
+    assert laconic.strategy(str(caught.value).split("such as ")[1].split("\n")[0]).reducer == laconic.TopK()

@@ -203,6 +203,7 @@ def try_it() -> list[Tensor]:
         bucket = laconic.Bucket(flat=flat, views=[flat], names=["weight"], slots=slots, rank=rank, world=2, step=3, exchanges=3)
         return Halved().reduce(bucket)
 
+    laconic.check_reducer(Halved(), world=2, dtype=torch.float32, seed=1)
     return [reduced.mean for reduced in laconic.simulate([one(rank) for rank in range(2)])]
 
 

@@ -221,13 +221,20 @@ def _refusal(row: Row, limits: Limits) -> str:
 
 def _unfit(row: Row, limits: Limits) -> str:
     """Why its parameters are none to take, whatever the risk."""
-    if row.risk == Risk.LOCAL and not row.wire_bytes_per_step:
+    if row.risk == Risk.LOCAL and not _collectives(row.steps):
         return "it never averages"
+    if row.risk == Risk.LOCAL and not row.wire_bytes_per_step:
+        return "it never averages between nodes"
     if limits.extra_memory_bytes is not None and row.extra_memory_bytes > limits.extra_memory_bytes:
         return "its extra memory does not fit"
     if limits.bytes_per_day is not None and row.bytes_per_day > limits.bytes_per_day:
         return "over the budget"
     return ""
+
+
+def _collectives(steps: Sequence[Step]) -> int:
+    """How many are sent in a cycle, over a cable or within a node."""
+    return sum(len(each.rounds) for step in steps for each in (*step.in_backward, *step.after, *step.outstanding))
 
 
 def _nothing_left(rows: Sequence[Row]) -> ValueError:

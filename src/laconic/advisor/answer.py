@@ -1,5 +1,6 @@
 """From a subject and a network to the whole answer of `laconic advise`. Imports no torch."""
 
+import shlex
 from dataclasses import dataclass
 
 from laconic.advisor.advice import Advice, Limits, Row, advise
@@ -11,7 +12,9 @@ from laconic.advisor.subjects import FAST_HOSTS, ON_FAST_HOSTS, ON_HOSTS_LIKE_TH
 from laconic.cost.link import Link
 from laconic.cost.measured import Probe
 from laconic.cost.network import Network
-from laconic.report.advice_records import AdviceRecord, AdviceRow, seconds_text, share_text
+from laconic.report.advice_records import OWN_TASK, AdviceRecord, AdviceRow, seconds_text, share_text
+
+DIGITS = 3  # of the rate of a probe's link, in a command
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,13 @@ class Wanted:
     bytes_per_day: float | None = None  # the most, on each cable
     memory_bytes: float | None = None  # of a worker
     with_curves: bool = False
+    task: str = OWN_TASK  # by which the choice can be tried
 
 
-def answer(subject: Subject, workers: Workers, network: Network, words: str, wanted: Wanted) -> AdviceRecord:
-    """The table, the choice, and what they rest on. `words` says where the network is from."""
+def answer(
+    subject: Subject, workers: Workers, network: Network, words: str, wanted: Wanted, probe: Probe | None
+) -> AdviceRecord:
+    """The table, the choice, and what they rest on. `words` says where the network is from; `probe` is what it was made of."""
     limits = Limits(wanted.risk, wanted.bytes_per_day, _free(subject, wanted.memory_bytes))
     advice = advise(subject.families, subject.compute, network, share=wanted.share, limits=limits)
     drawn = curves(advice.rows, subject.compute, network, workers.count) if wanted.with_curves else Curves({}, {})
@@ -40,7 +46,7 @@ def answer(subject: Subject, workers: Workers, network: Network, words: str, wan
         link_bits_per_second=network.link.bits_per_second,
         share=advice.share,
         risk=advice.risk.option,
-        verdict=verdict(advice, network.link),
+        verdict=verdict(advice, network.link, probe),
         choice=advice.choice.strategy,
         reached=advice.reached,
         reason=advice.reason,
@@ -48,6 +54,7 @@ def answer(subject: Subject, workers: Workers, network: Network, words: str, wan
         assumptions=[*subject.assumptions, words, LOSSES],
         by_bandwidth=dict(drawn.by_bandwidth),
         by_workers=dict(drawn.by_workers),
+        next_command=next_command(advice.choice.strategy, network.link, wanted.task),
     )
 
 
@@ -62,17 +69,42 @@ def network_of(subject: Subject, workers: Workers, link: Link | None, probe: Pro
     return Network(link, FAST_HOSTS, per_node=workers.per_node), ON_FAST_HOSTS
 
 
-def verdict(advice: Advice, link: Link) -> str:
+def verdict(advice: Advice, link: Link, probe: Probe | None = None) -> str:
     """Is the network a problem at all? What plain DDP gets of it."""
     plain = advice.rows[0]
-    over = "without a limit of the link" if link.bits_per_second is None else f"over {link}"
-    got = f"{over}, {plain.strategy} reaches {share_text(plain.share)} of the rate without communication"
+    over = f"over {link}"
+    if link.bits_per_second is None:
+        over = "without a limit of the link" if probe is None else "over the network of the probe, which found no link's rate"
+    reaches = f"{plain.strategy} reaches {share_text(plain.share)} of the rate without communication"
+    got = f"{over}, {reaches}"
     times = f"a step takes {seconds_text(plain.time.seconds)}, of which {seconds_text(plain.time.compute)} are compute"
+    if probe is not None and probe.one_host:
+        return (
+            f"This probe measured no link between hosts, so this answer is about this host alone: on it, {reaches} ({times}). "
+            f"To probe between hosts, run on each of them: laconic probe --nnodes 2 --nproc-per-node {probe.world} "
+            "--rdzv-backend c10d --rdzv-endpoint first-node:29400"
+        )
     if plain.share >= advice.share:
         return f"Is the network the problem? No: {got}."
     if plain.time.waiting <= (1 - advice.share) * plain.time.seconds:
         return f"Is the network the problem? No, but work on what is sent: {got} ({times})."
     return f"Is the network the problem? Yes: {got} ({times})."
+
+
+def next_command(choice: str, link: Link, task: str) -> str:
+    """What shows the choice's loss; empty for ddp(), which needs no trial.
+
+    >>> next_command("int8()", Link(100_000_000, 0.02), "digits"), next_command("int8()", Link(), "mine.py")
+    ('laconic compare digits -s "int8()" --link 100mbit:20ms', 'laconic compare mine.py -s "int8()" --link none')
+    >>> next_command("int8()", Link(2_496_123_456), "mine.py")  # of a probe
+    'laconic compare mine.py -s "int8()" --link 2500mbit'
+    """
+    if choice == "ddp()":
+        return ""
+    bits = link.bits_per_second
+    if bits is not None and f"{bits / 1e3:g}" != f"{bits / 1e3:.17g}":  # a text has six digits at most
+        link = Link(round(bits, DIGITS - len(str(bits))), link.delay_seconds)
+    return f'laconic compare {shlex.quote(task)} -s "{choice}" --link {link}'
 
 
 def _free(subject: Subject, memory_bytes: float | None) -> float | None:

@@ -66,7 +66,8 @@ def attach(
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with laconic.attach(model, optimizer, "bf16()") as run:
@@ -81,10 +82,12 @@ def attach(
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> bare, scaler = torch.nn.Linear(4, 2), torch.amp.GradScaler("cpu")
-    >>> weight, bias = torch.optim.SGD([bare.weight], lr=0.1), torch.optim.SGD([bare.bias], lr=0.1)
+    >>> weight = torch.optim.SGD([bare.weight], lr=0.1)
+    >>> bias = torch.optim.SGD([bare.bias], lr=0.1)
     >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("inner",))
     >>> with laconic.attach(
-    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, uneven="stop", mesh=mesh, check_every=10, fused=False
+    ...     bare, [weight, bias], "local_sgd(2)", scaler=scaler, mesh=mesh,
+    ...     uneven="stop", check_every=10, fused=False,
     ... ) as run:
     ...     for batch in torch.ones(4, 8, 4):
     ...         scaler.scale(bare(batch).sum()).backward()

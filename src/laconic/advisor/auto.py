@@ -200,9 +200,7 @@ def _network(probe: Probe, advised: Advised) -> Network:
     """What was probed, or the user's link between these hosts."""
     if advised.link is None:
         return probe.network()
-    network = probe.network(parse(advised.link))
-    # A link between the ranks of one host: the user asks as if each had a host of its own.
-    return replace(network, per_node=1) if network.per_node >= probe.world else network
+    return probe.network(parse(advised.link))  # between the ranks of one host, too: as if each had a host of its own
 
 
 def _families(engine: Engine, network: Network, risk: Risk) -> list[list[Candidate]]:

@@ -15,7 +15,7 @@ from laconic.advisor.catalogue import OptimizerKind
 from laconic.advisor.estimates import MEMORY_BYTES_PER_SECOND, Passes
 from laconic.advisor.quantities import Workers
 from laconic.advisor.subjects import WHOLE_STEP, Subject, work_words
-from laconic.cost.codec import Codec, WorkModel
+from laconic.cost.codec import SCATTERED, Codec, WorkModel
 from laconic.cost.step_time import Compute
 from laconic.cost.step_timer import SKIPPED, StepTimer
 
@@ -171,6 +171,8 @@ def _of_model(
     progress("working out what each strategy sends")
     sizes = {"node": workers.per_node}
     found = candidates(model, workers.count, codec, sizes=sizes, optimizer=optimizer, extra=extra)
+    if isinstance(codec, Codec) and codec.scatter > SCATTERED:
+        how += f" WARNING: {scatter_words(codec.scatter)}"
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     numbers = sum(parameter.numel() for parameter in trained)
     return Subject(
@@ -182,6 +184,14 @@ def _of_model(
         frozen_bytes=float(sum(one.nbytes for one in model.parameters() if not one.requires_grad)),
         measured_here=memory_bytes_per_second is None,
         assumptions=[*said, how],
+    )
+
+
+def scatter_words(scatter: float) -> str:
+    """What to think of such timings."""
+    return (
+        f"the timings of one exchange scatter: their quartiles are {scatter:.0%} of the median apart. The machine is busy; ask "
+        "again while nothing else runs."
     )
 
 

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from laconic.report.advice_records import workers_text
+
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 GIGABYTE = 10**9
 MOST_WORKERS = 1_000_000
@@ -21,8 +23,7 @@ class Workers:
         return self.count // self.per_node
 
     def __str__(self) -> str:
-        nodes = f" in {self.cables} nodes of {self.per_node}" if self.per_node > 1 else ""
-        return f"{self.count} workers{nodes}"
+        return workers_text(self.count, self.per_node)
 
 
 def workers(count: int | None, nodes: str | None) -> Workers:
@@ -90,3 +91,17 @@ def positive(number: float | None, option: str) -> None:
     """Refuse zero, less, and what is no number."""
     if number is not None and not 0 < number < float("inf"):
         raise ValueError(f"{option} must be a number above 0, got {number:g}")
+
+
+def milliseconds(text: str, option: str) -> float:
+    """From `420`, or `420ms`.
+
+    >>> milliseconds("420ms", "--step-ms")
+    420.0
+    """
+    try:
+        number = float(text.strip().lower().removesuffix("ms"))
+    except ValueError:
+        raise ValueError(f"{option} must be a number of ms, such as 420, got {text!r}") from None
+    positive(number, option)
+    return number

@@ -72,7 +72,10 @@ def of_numbers(
     )
 
 
-WHOLE_STEP = "Of the compute, only the whole step is known. A third of it is taken as forward and two thirds as backward."
+WHOLE_STEP = (
+    "Of the compute, only --step-ms is known: the compute of a step in ms, on one machine, without communication. A third of "
+    "it is taken as forward and two thirds as backward."
+)
 ON_HOSTS_LIKE_THIS = (
     "The hosts are like this machine: a collective takes 50 µs and moves 4 GB/s at most (laconic probe measures it)."
 )

@@ -4,7 +4,8 @@
 `torch.distributed.checkpoint` of your own, with `island_key` if the model is sharded.
 
 >>> import tempfile, torch, laconic
->>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+>>> store = torch.distributed.HashStore()
+>>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 >>> with laconic.attach(model, optimizer, "diloco(2)") as run:

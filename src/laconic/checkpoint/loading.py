@@ -34,7 +34,9 @@ class Loaded:
       `extra`: what this rank gave to `save`; of a checkpoint of N ranks, N another number than now, what old rank r mod N gave.
 
     >>> import pathlib, laconic
-    >>> laconic.checkpoint.Loaded(pathlib.Path("checkpoints/step-00000042"), 42, {"epoch": 7}).extra["epoch"]
+    >>> laconic.checkpoint.Loaded(
+    ...     pathlib.Path("checkpoints/step-00000042"), 42, {"epoch": 7}
+    ... ).extra["epoch"]
     7
     """
 
@@ -92,9 +94,11 @@ def load(
     communication state are verified before anything is changed.
 
     >>> import tempfile, torch, laconic
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
     ...     path = laconic.checkpoint.save(folder, run=run, extra={"epoch": 7}).wait()
     ...     loaded = laconic.checkpoint.load(folder, run=run)
     >>> loaded.path == path, loaded.step, loaded.extra

@@ -36,9 +36,11 @@ class Saving:
     `wait` has not; a run that ends by an exception waits for 30 seconds at most, and warns.
 
     >>> import tempfile, torch, laconic
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
     ...     saving = laconic.checkpoint.save(tempfile.mkdtemp(), run=run, asynchronous=True)
     ...     path = saving.wait()
     >>> path.name, saving.done
@@ -141,10 +143,14 @@ def save(
     RuntimeError where writing failed, a CommunicationError where a rank was lost.
 
     >>> import tempfile, torch, laconic
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
-    ...     saving = laconic.checkpoint.save(tempfile.mkdtemp(), run=run, extra={"epoch": 7}, keep=2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
+    ...     saving = laconic.checkpoint.save(
+    ...         tempfile.mkdtemp(), run=run, extra={"epoch": 7}, keep=2
+    ...     )
     >>> saving.wait().name
     'step-00000000'
     >>> torch.distributed.destroy_process_group()

@@ -20,11 +20,16 @@ def island_key(run: Run) -> str:
       `run`: what `laconic.attach` returned.
 
     >>> import tempfile, torch, laconic, torch.distributed.checkpoint as dcp
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
     ...     key = laconic.checkpoint.island_key(run)
-    ...     state = {key: {"model": model.state_dict()}, "laconic": laconic.checkpoint.RankState(run)}
+    ...     state = {
+    ...         key: {"model": model.state_dict()},
+    ...         "laconic": laconic.checkpoint.RankState(run),
+    ...     }
     ...     saved = dcp.save(state, checkpoint_id=tempfile.mkdtemp())
     >>> key
     'island0'
@@ -49,10 +54,15 @@ class RankState:
       `run`: what `laconic.attach` returned.
 
     >>> import tempfile, torch, laconic, torch.distributed.checkpoint as dcp
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp()
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
-    ...     state = {"model": model.state_dict(), "laconic": laconic.checkpoint.RankState(run)}
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
+    ...     state = {
+    ...         "model": model.state_dict(),
+    ...         "laconic": laconic.checkpoint.RankState(run),
+    ...     }
     ...     saved = dcp.save(state, checkpoint_id=folder)
     ...     dcp.load(state, checkpoint_id=folder)
     >>> torch.distributed.destroy_process_group()

@@ -60,7 +60,13 @@ def advise(
     params: Annotated[
         str | None, typer.Option(help="numbers alone: parameters of the model, such as 1.3b; with --step-ms")
     ] = None,
-    step_ms: Annotated[float | None, typer.Option(help="compute of a step, with --params or --config")] = None,
+    step_ms: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MS",
+            help="compute of a step in ms, on one machine, without communication; with --params or --config",
+        ),
+    ] = None,
     config: Annotated[
         str | None, typer.Option(help="shapes of a model type of transformers, such as gpt2, or a config.json; with --step-ms")
     ] = None,
@@ -99,9 +105,11 @@ def advise(
     laconic probe has measured.
     """
     try:
+        from laconic.advisor.quantities import milliseconds
         from laconic.advisor.risk import Risk
 
-        source = Source(task, measured, config, params, step_ms, _kind(optimizer), memory_gb_per_second, strategy or [])
+        step = None if step_ms is None else milliseconds(step_ms, "--step-ms")
+        source = Source(task, measured, config, params, step, _kind(optimizer), memory_gb_per_second, strategy or [])
         _advise(source, workers, nodes, link, probe, share, Risk.read(risk), budget, price_per_gb, memory, as_json, out)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -145,15 +153,20 @@ def _advise(
     if measured is not None:
         measured.check_world(workers.count)
         workers = _as_probed(workers, measured.per_node, nodes)
+        if measured.one_host and (budget is not None or price_per_gb is not None):
+            raise ValueError(
+                "--budget and --price-per-gb are for what cables carry, and this probe was on one host alone; leave them out, "
+                "or probe between hosts: laconic probe --nnodes 2, on each of them (docs/probe.md)"
+            )
     most = quantities.budget(budget, price_per_gb, workers.cables) if budget is not None else None
     held = quantities.data_size(memory, "--memory") if memory is not None else None
     if out is not None:
         check_room(out)
-    wanted = Wanted(share, risk, price_per_gb, most, held, with_curves=out is not None)
+    wanted = Wanted(share, risk, price_per_gb, most, held, with_curves=out is not None, task=_task(source))
     with _progress() as progress:
         subject = _subject(source, workers, progress)
         network, words = network_of(subject, workers, cable, measured)
-        record = answer(subject, workers, network, words, wanted)
+        record = answer(subject, workers, network, words, wanted, measured)
     if as_json:
         typer.echo(record.text())
     else:
@@ -161,6 +174,13 @@ def _advise(
     if out is not None:
         written = advice_page.write(record, out)
         typer.echo(f"\ncharts for a browser: {written}", err=as_json)
+
+
+def _task(source: Source) -> str:
+    """What `laconic compare` takes of it: the task, or a name for one to write."""
+    from laconic.report.advice_records import OWN_TASK
+
+    return OWN_TASK if source.task is None or _is_script(source.task) else source.task
 
 
 def _as_probed(workers: "Workers", per_node: int, nodes: str | None) -> "Workers":
@@ -175,7 +195,7 @@ def _as_probed(workers: "Workers", per_node: int, nodes: str | None) -> "Workers
 
 def _subject(source: Source, workers: "Workers", progress: Callable[[str], None]) -> "Subject":
     """The model and its compute, by whichever way they were given."""
-    from laconic.advisor import quantities, shapes, subjects
+    from laconic.advisor import shapes, subjects
 
     ways = {"a task": source.task, "--measured": source.measured, "--config": source.config, "--params": source.params}
     given = [way for way, value in ways.items() if value is not None]
@@ -185,7 +205,6 @@ def _subject(source: Source, workers: "Workers", progress: Callable[[str], None]
             "which model? Give one of a task (bytes-gpt, mine.py), a script, --params 1.3b --step-ms 900, "
             f"--config gpt2 --step-ms 350, or --measured; {what}"
         )
-    quantities.positive(source.step_ms, "--step-ms")
     memory = None if source.memory_gb_per_second is None else source.memory_gb_per_second * 1e9
     if source.params is not None or source.config is not None:
         if source.step_ms is None:

@@ -71,9 +71,19 @@ def lines(found: "Findings") -> list[tuple[str, str]]:
     for one in found.packages:
         by_extra.setdefault(one.extra, []).append(f"{one.name} {one.problem or one.version}")
     said += [(f"extra {extra}" if extra else "beside", ", ".join(by_extra[extra])) for extra in by_extra if extra is not None]
-    delays = ", with delays, too (netem)" if found.delays is None else f"; with delays: {found.delays}"
+    delays = ", with delays, too (netem)" if found.delays is None else f"; delays: {_without(found.delays)}"
     said.append(("limited links", found.links or f"can be emulated (network namespaces, tbf){delays}"))
     return said
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _without(delays: str) -> str:
+    """Why there are none; an error number, which the kernel gives where its module is missing, says no more."""
+    missing = "no delays (netem)" in delays and "No such file" in delays
+    return "not possible, this kernel has no netem" if missing else delays
 
 
 def _torch(found: "Findings") -> list[tuple[str, str]]:
@@ -84,7 +94,7 @@ def _torch(found: "Findings") -> list[tuple[str, str]]:
     build = f"{torch['build']}{', a debug build' if torch['debug'] else ''}"
     on = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in torch["backends"].items())
     said = [
-        ("torch", f"{torch['version']}, built for {build}; {torch['cpu_capability']}, {torch['threads']} threads; {device}"),
+        ("torch", f"{torch['version']}, built for {build}; {torch['cpu_capability']}, {_threads(torch['threads'])}; {device}"),
         ("backends", on if torch["distributed"] else "torch.distributed is not in this build"),
     ]
     works = [name for name, problem in found.collectives.items() if problem is None]

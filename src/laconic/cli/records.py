@@ -14,12 +14,16 @@ RECORDED = 'laconic run -s "int8()" --record runs/first ...'
 def watch(
     folder: Annotated[Path, typer.Argument(help="the --record of a run")],
     once: Annotated[bool, typer.Option("--once", help="how it stands now, and no more")] = False,
+    wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="seconds to wait for a run to begin; by default without end in a terminal, else 60"),
+    ] = None,
 ) -> None:
     """Show a run while it goes on, from another terminal, until it ends."""
     from laconic.report.live_run import watch as show_run
 
     try:
-        show_run(folder, console(), once=once)
+        show_run(folder, console(), once=once, wait_seconds=wait)
     except (ValueError, OSError) as error:
         fail(error)
     except KeyboardInterrupt:

@@ -1,6 +1,5 @@
 """`laconic run`."""
 
-import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +8,13 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from laconic.cli import completing
+from laconic.cli.run_options import RunCommand, by_word
 from laconic.cli.shared import app, examples, fail
 
 
 @app.command(
     "run",
+    cls=RunCommand,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
     options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]",
     epilog=examples(
@@ -68,7 +69,7 @@ def run_(
 ) -> None:
     """Run any script that uses DDP or fully_shard, unchanged, under a strategy.
 
-    laconic's own options come first, then torchrun's, then the script with its arguments.
+    laconic's own options and torchrun's come before the script, in any order; after the script come its arguments.
 
     With -s auto, the advisor chooses the strategy in the first steps. With --advise, nothing is trained: the options of
     `laconic advise` come before the script.
@@ -80,19 +81,16 @@ def run_(
 
     from laconic.cost.link import parse
     from laconic.lab.rehearsal import rehearse
-    from laconic.script.launch import launch, launch_elastic
+    from laconic.script.launch import check_script, launch, launch_elastic
 
     if not context.args:
         raise typer.BadParameter("which script? laconic run -s STRATEGY [torchrun options] script.py [its arguments]")
-    if not advise:
-        _check_order(context, strategy)
     if advise:
-        given = {"--link": None if link == "none" else link, "--risk": risk, "-s": strategy}
-        other = {"--island-size": island_size, "--record": record, "--tensorboard": tensorboard or None}
-        _advise(context.args, {name: value for name, value in given.items() if value is not None}, other)
-    if strategy is None:
-        raise typer.BadParameter('which strategy? laconic run -s "int8()" ... script.py, or -s auto')
+        _advise(context.args, {"--island-size": island_size, "--record": record, "--tensorboard": tensorboard or None})
     try:
+        if strategy is None:
+            check_script(context.args)
+            raise typer.BadParameter('which strategy? laconic run -s "int8()" ... script.py, or -s auto')
         if elastic:
             odd = {"--link": link != "none", "--island-size": island_size, "--record": record, "--risk": risk}
             for name in [name for name, value in odd.items() if value]:
@@ -130,31 +128,8 @@ def run_(
     raise typer.Exit(code)
 
 
-def _check_order(context: typer.Context, strategy: str | None) -> None:
-    """Refuse options of laconic's own among torchrun's: they would be taken for the script's name, or torchrun's own."""
-    arguments = context.args
-    own = {word: one for one in context.command.params for word in [*one.opts, *one.secondary_opts]}
-    begins = (n for n, word in enumerate(arguments) if word.endswith(".py") or word in ("-m", "--") or Path(word).is_file())
-    place = next(begins, len(arguments))
-    found = next((n for n, word in enumerate(arguments[:place]) if word.partition("=")[0] in own), None)
-    if found is None or (place == len(arguments) and strategy is not None):
-        return
-    word = arguments[found].partition("=")[0]
-    size = 1 if "=" in arguments[found] or getattr(own[word], "is_flag", False) else 2
-    options, others = arguments[found : found + size], [*arguments[:found], *arguments[found + size :]]
-    for one in context.command.params:
-        source = context.get_parameter_source(one.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            options += [one.opts[0], *([] if getattr(one, "is_flag", False) else [str(context.params[one.name or ""])])]
-    lacking = "" if place < len(arguments) else ", and the script is missing"
-    script = [] if place < len(arguments) else ["train.py"]
-    raise typer.BadParameter(
-        f"laconic's own options come before torchrun's{lacking}: laconic run {shlex.join([*options, *others, *script])}"
-    )
-
-
-def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[str, object]) -> NoReturn:
-    """Time a script, and go on as `laconic advise --measured`, with `given` and the options before the script."""
+def _advise(arguments: Sequence[str], other: Mapping[str, object]) -> NoReturn:
+    """Time a script, and go on as `laconic advise --measured`, with the options before the script."""
     from laconic.script.launch import measure
 
     try:
@@ -162,8 +137,6 @@ def _advise(arguments: Sequence[str], given: Mapping[str, str], other: Mapping[s
         if odd:
             raise ValueError(f"{odd[0]} is for training, and with --advise nothing is trained; leave it out")
         options, script = _options_of("advise", arguments)
-        script = script[1:] if script[:1] == ["--"] else script
-        options = [*(part for name, value in given.items() for part in (name, value)), *options]
         _check_advise(options, script)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "measured.json")
@@ -210,9 +183,7 @@ def _command() -> Any:
 
 def _options_of(name: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The options of another command that these begin with, and the rest."""
-    known = {word: one for one in _command().commands[name].params for word in [*one.opts, *one.secondary_opts]}
-    place = 0
-    while place < len(arguments) and (word := arguments[place].partition("=")[0]) in known and word.startswith("-"):
-        flag = getattr(known[word], "is_flag", False) or "=" in arguments[place]
-        place += 1 if flag else 2
+    known, place = by_word(_command().commands[name]), 0
+    while place < len(arguments) and (word := arguments[place].partition("=")[0]) in known:
+        place += 2 if known[word] and word == arguments[place] else 1
     return list(arguments[:place]), list(arguments[place:])

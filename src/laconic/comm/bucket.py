@@ -41,7 +41,8 @@ class Bucket:
 
     >>> import torch, laconic
     >>> flat = torch.arange(6.0)
-    >>> bucket = laconic.Bucket(flat, [flat[:4].view(2, 2), flat[4:]], ["weight", "bias"], [{}, {}], rank=0, world=1)
+    >>> views, names = [flat[:4].view(2, 2), flat[4:]], ["weight", "bias"]
+    >>> bucket = laconic.Bucket(flat, views, names, [{}, {}], rank=0, world=1)
     >>> [tuple(view.shape) for view in bucket.views]
     [(2, 2), (2,)]
     """

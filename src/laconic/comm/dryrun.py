@@ -31,7 +31,7 @@ def rounds_of(rounds: Rounds[Answer], world: int) -> list[Round]:
     try:
         collective = next(rounds)
         while True:
-            check_collective(collective)
+            check_collective(collective, rounds)
             if collective.tensor.numel():
                 found.append(Round(collective.kind, collective.traffic(world), world))
             collective = rounds.send(collective.blank(world))
@@ -80,7 +80,9 @@ def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> l
     >>> def bucket(rank):
     ...     flat = torch.tensor([1.0, 2.0, 3.0 + rank])
     ...     return laconic.Bucket(flat, [flat], ["w"], [{}], rank=rank, world=2)
-    >>> results = laconic.simulate([laconic.Cast("bf16").reduce(bucket(rank)) for rank in range(2)])
+    >>> results = laconic.simulate(
+    ...     [laconic.Cast("bf16").reduce(bucket(rank)) for rank in range(2)]
+    ... )
     >>> for reduced in results:
     ...     reduced.finish()
     >>> results[0].mean, torch.equal(results[0].mean, results[1].mean)
@@ -96,13 +98,13 @@ def simulate(ranks: Sequence[Rounds[Answer]], ledger: Ledger | None = None) -> l
         collectives: list[Collective] = []
         for rank, rounds in enumerate(ranks):
             try:
-                collectives.append(next(rounds) if answers is None else rounds.send(answers[rank]))
+                collective = next(rounds) if answers is None else rounds.send(answers[rank])
+                check_collective(collective, rounds)
+                collectives.append(collective)
             except StopIteration as stop:
                 results[rank] = stop.value
         if not collectives:
             return [results[rank] for rank in range(world)]
-        for collective in collectives:
-            check_collective(collective)
         assert len(collectives) == world, f"ranks {sorted(results)} have finished, the others have not"
         shapes = {(type(c), c.tensor.shape, c.tensor.dtype) for c in collectives}
         assert len(shapes) == 1, f"ranks disagree on what to send: {shapes}"

@@ -116,7 +116,7 @@ class PendingExchange(Generic[Answer]):
         began = time.perf_counter()
         try:
             collective = next(self._rounds) if self._answer is None else self._rounds.send(cast(Tensor, self._taken()))
-            check_collective(collective)
+            check_collective(collective, self._rounds)
             while collective.tensor.numel() == 0:  # nothing to send: not worth a message
                 collective = self._rounds.send(collective.blank(self._group.world))
         except StopIteration as stop:
@@ -141,25 +141,59 @@ class PendingExchange(Generic[Answer]):
             raise CommunicationError(f"{self._sent} among {self._group.who} failed: {error}") from error
 
 
-def check_generator(rounds: object) -> None:
+def checked_reduce(reduce: Callable[[], Exchange], numbers: int, name: str, *, meta: bool) -> Exchange:
+    """The exchange that `reduce` makes of a bucket of so many numbers; what is wrong with it is said of `name`.
+
+    `meta`: on tensors without values.
+    """
+    try:
+        rounds = reduce()
+        check_generator(rounds, name)
+        result = yield from rounds
+    except RuntimeError as error:
+        if not meta or "meta" not in str(error).lower():
+            raise
+        raise TypeError(
+            f"{name} must not read a value into Python: no .item(), no `if tensor`, no boolean masks. Shapes depend on shapes "
+            f"alone: bytes are worked out on meta tensors, which have no values ({error!s:.60})"
+        ) from error
+    _check_reduced(result, numbers, name)
+    return result
+
+
+def check_generator(rounds: object, name: str = "reduce") -> None:
     """Refuse what yields no collectives: a `reduce` without a `yield` returns at once."""
     if not isinstance(rounds, Generator):
-        raise TypeError(f"reduce must yield collectives, `mean = yield AllReduce(...)`, and it returned {rounds!r:.60}")
+        raise TypeError(
+            f"{name} must yield collectives, as in `mean = yield laconic.AllReduce(tensor)`; it yielded nothing, and returned "
+            f"{_a(rounds)}"
+        )
 
 
-def check_collective(collective: object) -> None:
-    """Refuse what is no collective."""
+def check_collective(collective: object, rounds: object) -> None:
+    """Refuse what is no collective; `rounds` yielded it."""
     if not isinstance(collective, Collective):
-        what = f"a {type(collective).__name__}"
-        raise TypeError(f"reduce must yield collectives, such as AllReduce(tensor), and yielded {what}")
+        name = "reduce"
+        while rounds is not None:  # of reducers inside of others, the innermost
+            if getattr(rounds, "gi_code", None) is checked_reduce.__code__:
+                name = rounds.__qualname__  # type: ignore[attr-defined]  # a generator has it
+            rounds = getattr(rounds, "gi_yieldfrom", None)
+        raise TypeError(f"{name} must yield collectives, such as laconic.AllReduce(tensor), and yielded {_a(collective)}")
 
 
-def check_reduced(result: object, numbers: int) -> None:
+def _check_reduced(result: object, numbers: int, name: str) -> None:
     """Refuse what a reducer may not return for a bucket of so many numbers."""
     if not isinstance(result, Reduced):
-        raise TypeError(f"reduce must return Reduced(mean), and returned a {type(result).__name__}")
-    if result.mean.numel() != numbers:
-        raise ValueError(f"the mean must have as many numbers as the bucket, {numbers}, got {result.mean.numel()}")
+        raise TypeError(f"{name} must return laconic.Reduced(mean, ...), got {_a(result)}")
+    for word, tensor in (("mean", result.mean), ("error", result.error)):
+        if not isinstance(tensor, Tensor) and not (word == "error" and tensor is None):
+            raise TypeError(f"{name} must return laconic.Reduced(mean, ...) with a tensor as its {word}, got {_a(tensor)}")
+        if tensor is not None and tensor.numel() != numbers:
+            raise ValueError(f"{name}: the {word} must have as many numbers as the bucket, {numbers}, got {tensor.numel()}")
+
+
+def _a(thing: object) -> str:
+    return "None" if thing is None else f"a {type(thing).__name__}"
 
 
 def complete(rounds: Rounds[Answer], group: Group, ledger: Ledger) -> Answer:

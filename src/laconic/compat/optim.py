@@ -40,10 +40,13 @@ class PostLocalSGDOptimizer(Optimizer):
     >>> import torch
     >>> from laconic.compat.model_averaging.averagers import PeriodicModelAverager
     >>> from laconic.compat.optim import PostLocalSGDOptimizer
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
     >>> local = torch.optim.SGD(model.parameters(), lr=0.01)
-    >>> optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(period=4, warmup_steps=100))
+    >>> optimizer = PostLocalSGDOptimizer(
+    ...     local, PeriodicModelAverager(period=4, warmup_steps=100)
+    ... )
     >>> model(torch.ones(8, 4)).sum().backward()
     >>> optimizer.step()
     >>> optimizer.state_dict()["step"]

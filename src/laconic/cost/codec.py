@@ -1,9 +1,10 @@
-"""What encoding and decoding takes on this machine: each kind of exchange, timed once on real tensors without a network."""
+"""What encoding and decoding takes on this machine: each kind of exchange, timed on real tensors without a network."""
 
+import itertools
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,7 +21,11 @@ from laconic.local.parameter_averaging import mean
 from laconic.reducers.base import Reducer
 from laconic.strategies.strategy import Strategy
 
-FEWEST, MOST, SECONDS = 4, 40, 0.05  # repeats of each exchange: as many as fit into so many seconds, within these bounds
+TIMINGS = 5  # of each exchange, of which the median counts; each is the mean of some repeats
+FEWEST, MOST, SECONDS = TIMINGS, 40, 0.05  # repeats in all: as many as fit into so many seconds, within these bounds
+APART, AGAIN_SECONDS = 0.25, 0.2  # quartiles that are apart by more than this share have it timed again, for so many seconds
+MOST_AGAIN_SECONDS = 2.0  # for all exchanges together
+SCATTERED, NOTABLE_SECONDS = 0.5, 1e-3  # what is said of timings: quartiles further apart, where that is of any weight
 LARGEST = 1 << 22  # numbers of the bucket that is timed; larger ones take as much longer as they are larger
 OPERATIONS = 2000
 COLD = 1 << 22  # numbers that are written before each repeat: a step of training leaves nothing of a bucket in the caches
@@ -71,6 +76,8 @@ class Codec(WorkModel):
     def __init__(self, crowding: float = 1.0) -> None:
         self._crowding = crowding
         self._known: dict[tuple[object, ...], list[float]] = {}
+        self._again = MOST_AGAIN_SECONDS
+        self.scatter = 0.0  # how far the quartiles of a timing were apart at worst, as a share of its median
         self._units: tuple[float, float] | None = None  # seconds to copy a number, and of an operation on a small tensor
 
     def work(self, reducer: Reducer | None, sent: Sent) -> list[float]:
@@ -80,7 +87,10 @@ class Codec(WorkModel):
         scale = sent.numbers / max(1, sum(shape.numel() for shape in like)) * self._crowding
         key = (reducer, like, world)
         if key not in self._known:
-            self._known[key] = _timed(reducer, like, world)
+            self._known[key], quartiles, again = _timed(reducer, like, world, min(AGAIN_SECONDS, self._again))
+            self._again = max(0.0, self._again - again)
+            if quartiles * scale > NOTABLE_SECONDS:
+                self.scatter = max(self.scatter, quartiles / sum(self._known[key]))
         found = [seconds * scale for seconds in self._known[key]]
         # What is cut may be too small for a reducer's matrices, and then has fewer rounds.
         return found if len(found) == len(sent.rounds) + 1 else [sum(found) / (len(sent.rounds) + 1)] * (len(sent.rounds) + 1)
@@ -106,28 +116,59 @@ def _part(like: Sequence[torch.Size]) -> tuple[torch.Size, ...]:
     return tuple(torch.Size([max(1, int(shape[0] * share)), *shape[1:]]) if shape.numel() > 1 else shape for shape in like)
 
 
-def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) -> list[float]:
-    """Seconds of each part of the work: the mean of some repeats; the first, which makes memories, is not one.
+def _timed(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int, again: float) -> tuple[list[float], float, float]:
+    """Seconds of each part of the work, by the median over some timings; how far apart the quartiles of the whole are.
 
-    A mean, because processes that share cores interrupt each other now and then, which a median would not see.
+    Where these are far apart, it is timed `again` for so many seconds; the last number is how many that took.
+
+    A timing is the mean of some repeats, because processes that share cores interrupt each other now and then, which a median
+    of single repeats would not see. The median over the timings is for what happens once: a moment in which the machine was
+    busy. Without it, one and the same exchange took 4 ms in a run of the advisor and 50 ms in another.
     """
-    rows: list[list[float]] = []
+    repeats = _repeats(reducer, shapes, world)
+    next(repeats)  # which makes memories
+    rows = [next(repeats) for _ in range(FEWEST)]
+    while len(rows) < MOST and sum(map(sum, rows)) < SECONDS:
+        rows.append(next(repeats))
+    parts, together = len(rows[-1]), len(rows) // TIMINGS  # of the work; repeats in a timing
+    timings, began = _timings(rows, parts, together), time.perf_counter()
+    while _quartiles(timings) > APART * statistics.median(map(sum, timings)) and time.perf_counter() - began < again:
+        timings += _timings([next(repeats) for _ in range(together)], parts, together)
+    found = [statistics.median(part) for part in zip(*timings, strict=True)]
+    return found, _quartiles(timings), time.perf_counter() - began
+
+
+def _timings(rows: Sequence[list[float]], parts: int, together: int) -> list[list[float]]:
+    """Means of so many repeats after each other, of those with as many parts; the last few may be left out."""
+    rows = [row for row in rows if len(row) == parts]
+    starts = range(0, len(rows) - together + 1, together)
+    return [[statistics.fmean(part) for part in zip(*rows[start : start + together], strict=True)] for start in starts]
+
+
+def _quartiles(timings: Sequence[Sequence[float]]) -> float:
+    """How far apart they are, in seconds."""
+    if len(timings) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(map(sum, timings), n=4, method="inclusive")
+    return upper - lower
+
+
+def _repeats(reducer: Reducer | None, shapes: Sequence[torch.Size], world: int) -> Iterator[list[float]]:
+    """Without an end: seconds of each part of the work."""
     fused = checked("auto") is not False  # what is compiled already, as a run would use it
     like = [torch.empty(shape, device="meta") for shape in shapes]
     source, cold = torch.randn(sum(each.numel() for each in like)), torch.ones(COLD)
     slots: list[dict[str, torch.Tensor]] = [{} for _ in like]
     names = [str(place) for place in range(len(like))]
-    while len(rows) <= FEWEST or (len(rows) <= MOST and sum(map(sum, rows)) < SECONDS):
+    for step in itertools.count():
         flat = source.clone()
         cold.add_(1.0)
         if reducer is None:
             rounds = mean(flat, 0, world)
         else:
-            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, len(rows), fused=fused)
+            bucket = Bucket(flat, unflatten(flat, like), names, slots, 0, world, 1 << 40, step, fused=fused)
             rounds = reducer.reduce(bucket)
-        rows.append(work_of(rounds, world))
-    length = len(rows[-1])
-    return [statistics.fmean(row[part] for row in rows[1:] if len(row) == length) for part in range(length)]
+        yield work_of(rounds, world)
 
 
 def copy_seconds() -> float:
@@ -138,7 +179,7 @@ def copy_seconds() -> float:
         began = time.perf_counter()
         target.copy_(source)
         found.append(time.perf_counter() - began)
-    return statistics.fmean(found[1:]) / source.numel()
+    return statistics.median(found[1:]) / source.numel()
 
 
 def _operation_seconds() -> float:

@@ -30,8 +30,13 @@ def line(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def errors(found: tuple[float, float], points: Sequence[Point]) -> list[float]:
-    """How far off the line is at each point, as a share of what was measured."""
-    return [abs((found[0] + found[1] * size) / took - 1) for size, took in points]
+    """How far off the line is at each point: by how much the larger of line and time is above the other, as a share of it.
+
+    >>> [round(off, 6) for off in errors((0.0, 1.0), [(2.0, 2.0), (2.0, 3.0), (3.0, 2.0), (2.0, 30.0)])]
+    [0.0, 0.5, 0.5, 14.0]
+    """
+    ratios = [(found[0] + found[1] * size) / took for size, took in points]
+    return [max(ratio, 1 / ratio) - 1 for ratio in ratios]
 
 
 def _through(one: Point, other: Point) -> list[tuple[float, float]]:

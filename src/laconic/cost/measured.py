@@ -55,10 +55,13 @@ class Fit:
       `kind`, `ranks`, `in_flight`: what was timed, as in `Sample`.
       `alpha_seconds`, `seconds_per_byte`: alpha and beta.
       `alpha_range`, `per_byte_range`: the least and the most that the same fit to the medians and the quartiles gives.
-      `error`: the median of the relative errors over the sizes.
+      `error`: the median of the errors over the sizes. An error is 0.3 where line and time differ by 30 % of the smaller of the
+        two, and 14 where they differ by a factor of 15.
       `worst_error`: the largest of them.
 
-    >>> fit = Fit("AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1)
+    >>> fit = Fit(
+    ...     "AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1
+    ... )
     >>> fit.alpha_seconds + 1e6 * fit.seconds_per_byte  # of 1 MB, behind 100 Mbit/s
     0.0801
     """
@@ -82,7 +85,9 @@ class LeftOut:
       `kind`, `ranks`, `in_flight`, `wire_bytes`: what would have been timed, as in `Sample`.
       `reason`: why it was not, in words.
 
-    >>> LeftOut("AllGather", 4, 1, 64_000_000, "it would have taken longer than what was left").kind
+    >>> LeftOut(
+    ...     "AllGather", 4, 1, 64_000_000, "it would have taken longer than what was left"
+    ... ).kind
     'AllGather'
     """
 
@@ -145,8 +150,11 @@ class Probe:
       `version`: of the file's format. Default 1.
 
     >>> workers = [Worker(0, "first", 0), Worker(1, "second", 1)]
-    >>> fits = [Fit("AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1)]
-    >>> found = Probe(2, 1, "cpu", "gloo", 9.5, 10.0, 60_000_000, workers, [], [], fits, 1e8, 0.0, "", [], 0.0, {})
+    >>> fits = [
+    ...     Fit("AllReduce", 2, 1, 1e-4, 8e-8, (9e-5, 1.2e-4), (7.9e-8, 8.1e-8), 0.02, 0.1)
+    ... ]
+    >>> ran = (2, 1, "cpu", "gloo", 9.5, 10.0, 60_000_000)
+    >>> found = Probe(*ran, workers, [], [], fits, 1e8, 0.0, "", [], 0.0, {})
     >>> str(found.network().link), found.as_dict()["world"]
     ('100mbit', 2)
     >>> parse(found.text(), "probe.json") == found
@@ -173,6 +181,11 @@ class Probe:
     round_seconds: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     version: int = VERSION
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks were on one host, so that no link between hosts was measured."""
+        return self.per_node == self.world
 
     def check_world(self, world: int) -> None:
         """Refuse to speak for another number of workers: how collectives grow with it is not measured.
@@ -205,7 +218,9 @@ class Probe:
                 f"the probe found a link of {found}, and its times contain that link's; {link} is faster, so they say "
                 f"nothing of it: {AGAIN} without that link, or give the link without a probe"
             )
-        delays, hosts = Network(Link(None, self.delay_seconds), per_node=self.per_node), dict[str, dict[int, Speed]]()
+        # Ranks that are all on one host share no cable: each counts as a host of its own, and bytes are those that it sends.
+        per_node = 1 if self.one_host else self.per_node
+        delays, hosts = Network(Link(None, self.delay_seconds), per_node=per_node), dict[str, dict[int, Speed]]()
         for fit in self.fits:
             if fit.in_flight == 1:
                 in_training = self.round_seconds.get(fit.kind, 0.0) if fit.ranks == self.world else 0.0
@@ -213,7 +228,7 @@ class Probe:
                 alpha -= delays.delay_seconds(fit.kind, fit.ranks)  # the cost model adds the delay itself
                 hosts.setdefault(fit.kind, {})[fit.ranks] = Speed(max(0.0, alpha), fit.seconds_per_byte)
         used = found if link is None else link
-        return Network(used, hosts, slow_down=self.slow_down, framing=self._framing(), per_node=self.per_node)
+        return Network(used, hosts, slow_down=self.slow_down, framing=self._framing(), per_node=per_node)
 
     def _framing(self) -> Mapping[str, float]:
         """By kind: the seconds of a byte over those that the cable needs for it at the rate that was found."""

@@ -98,7 +98,10 @@ class Network:
         sends. In an all-to-all each of its k workers sends to each of the N - k elsewhere: k (N - k) / (N - 1) times as much.
 
         >>> network = Network(per_node=4)
-        >>> [network.cable_bytes(kind, 30, 16) for kind in ("AllReduce", "AllToAll")], network.cable_bytes("AllReduce", 30, 4)
+        >>> (
+        ...     [network.cable_bytes(kind, 30, 16) for kind in ("AllReduce", "AllToAll")],
+        ...     network.cable_bytes("AllReduce", 30, 4),
+        ... )
         ([30.0, 96.0], 0.0)
         """
         if not self.crosses(world):

@@ -1,6 +1,7 @@
 """Attaching a strategy to a model that trains among workers which may change."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from laconic._torch.process_groups import default_group
 from laconic.comm.flat_tensors import local, stored
+from laconic.elastic.healing import DTYPES
 from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership
 from laconic.elastic.parts import Parts
@@ -35,6 +37,7 @@ def attach(
     weights: Weights = "steps",
     late: Late = "carry",
     leave_seconds: float = 30.0,
+    start_with: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     fused: bool | Literal["auto"] = "auto",
 ) -> ElasticRun:
@@ -70,6 +73,7 @@ def attach(
         Default "carry".
       `leave_seconds`: how long a worker that was sent SIGTERM waits for the sync in which it hands over what it holds.
         Default 30.0.
+      `start_with`: at the very start of a run, it waits up to a minute for so many workers. Default 1.
       `scaler`: the GradScaler, if the loop has one: steps that it skips are counted, too. Default None.
       `fused`: whether encoding and decoding run compiled, as in `laconic.attach`. Default "auto".
 
@@ -82,7 +86,7 @@ def attach(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with laconic.elastic.lighthouse() as address:  # as a rule, in a process of its own
     ...     manager = laconic.elastic.Membership(lighthouse=address, name="first")
-    ...     with laconic.elastic.attach(model, optimizer, "diloco(period=2)", manager) as run:
+    ...     with laconic.elastic.attach(model, optimizer, "diloco(2)", manager) as run:
     ...         while run.step < 4:
     ...             model(torch.ones(8, 4)).sum().backward()
     ...             optimizer.step()
@@ -95,7 +99,8 @@ def attach(
     facts: list[str] = []
     try:
         given = _checked(model, optimizer, strategy, island, manager)
-        _check_options(min_replicas, weights, late, leave_seconds)
+        options = Options(min_replicas, weights, late, leave_seconds, start_with)
+        _check_options(options)
         facts = [f"strategy {given.strategy.compared}", f"min_replicas {min_replicas}", f"weights {weights}", f"late {late}"]
         compiled = prepare(kernels_of(given.strategy), fused, given.device)
     except (TypeError, ValueError, CompilerError) as error:
@@ -105,13 +110,12 @@ def attach(
     if problem is not None:
         raise problem
     membership = manager or Membership()
-    membership.open(island, given.device)
     parts = Parts(
         given.strategy, given.module, given.optimizers, scaler, membership.group, island, sharded=given.sharded, fused=compiled
     )
     attached.update(given.optimizers)
-    options = Options(min_replicas, weights, late, leave_seconds)
     try:
+        membership.open(island, given.device)
         return ElasticRun(parts, membership, island, options)
     except BaseException:
         membership.leave()
@@ -162,30 +166,45 @@ def _checked(model: object, optimizer: object, strategy: Strategy | str, island:
             f"{type(module).__name__} has {len(parameters)} parameters, and each of this island's {island.size} ranks averages "
             "one at least; use fewer ranks, or fully_shard"
         )
+    for name, tensor in dict(module.state_dict(keep_vars=True)).items():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPES.values():
+            raise ValueError(
+                f"{name} is of {tensor.dtype}, which a worker that joins can't be sent; known are {', '.join(DTYPES)}"
+            )
     gaps = [name for name, p in {**parameters, **dict(module.named_buffers())}.items() if stored(local(p)) is None]
     if gaps and island.size > 1:
         raise ValueError(f"{gaps[0]} has gaps in memory; make it contiguous before you attach")
-    return _Given(chosen, module, _checked_optimizers(optimizer), next(iter(parameters.values())).device, sharded)
+    return _Given(
+        chosen, module, _checked_optimizers(optimizer, parameters.values()), next(iter(parameters.values())).device, sharded
+    )
 
 
-def _checked_optimizers(optimizer: object) -> list[Optimizer]:
+def _checked_optimizers(optimizer: object, parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     optimizers = [unwrapped(one) for one in (optimizer if isinstance(optimizer, Sequence) else [optimizer])]
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(one).__name__}")
         if one in attached:
             raise ValueError(f"this {type(one).__name__} is attached to a run already; call its detach() first")
+    mine = set(map(id, parameters))
+    for number, one in enumerate(optimizers):
+        if one in optimizers[:number]:
+            raise ValueError(f"this {type(one).__name__} is given twice; name each optimizer once")
+        if not any(id(p) in mine for group in one.param_groups for p in group["params"]):
+            raise ValueError(f"this {type(one).__name__} has no parameter of the model; give the optimizer that trains it")
     if not optimizers:
         raise ValueError("optimizer is an empty list; the run's clock counts optimizer steps, so it needs one")
     return optimizers
 
 
-def _check_options(min_replicas: object, weights: object, late: object, leave_seconds: object) -> None:
-    if not isinstance(min_replicas, int) or isinstance(min_replicas, bool) or min_replicas < 1:
-        raise ValueError(f"min_replicas must be a number of workers, at least 1, got {min_replicas!r}")
-    if not isinstance(leave_seconds, int | float) or not leave_seconds > 0:
-        raise ValueError(f"leave_seconds must be a number of seconds above 0, got {leave_seconds!r}")
-    for name, value, known in (("weights", weights, get_args(Weights)), ("late", late, get_args(Late))):
+def _check_options(given: Options) -> None:
+    for name, count in (("min_replicas", given.min_replicas), ("start_with", given.start_with)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name} must be a number of workers, at least 1, got {count!r}")
+    seconds: object = given.leave_seconds
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"leave_seconds must be a number of seconds above 0, got {seconds!r}")
+    for name, value, known in (("weights", given.weights, get_args(Weights)), ("late", given.late, get_args(Late))):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 

@@ -8,6 +8,7 @@ is used is the interface below it, `torchft.coordination`, and `torchft.process_
 
 import contextlib
 import json
+import math
 import os
 import socket
 import uuid
@@ -78,6 +79,13 @@ def lighthouse(
     >>> address[:17]
     'http://127.0.0.1:'
     """
+    if min_replicas < 1 or not 0 < deadline_seconds < math.inf or not 0 < heartbeat_seconds < math.inf:
+        raise ValueError(
+            "min_replicas must be at least 1, deadline_seconds and heartbeat_seconds above 0; got "
+            f"{min_replicas}, {deadline_seconds} and {heartbeat_seconds}"
+        )
+    if not bind.rpartition(":")[2].isdecimal():
+        raise ValueError(f"bind must be an address and a port, such as '127.0.0.1:0' (any free port), got {bind!r}")
     coordination, _ = torchft()
     server = coordination.LighthouseServer(
         bind=bind,
@@ -123,7 +131,9 @@ class Membership:
     It raises a ValueError without a lighthouse's address, and for what can't be; and an ImportError without torchft.
 
     >>> import laconic.elastic
-    >>> laconic.elastic.Membership(lighthouse="http://127.0.0.1:29510", name="first").quorum_seconds
+    >>> laconic.elastic.Membership(
+    ...     lighthouse="http://127.0.0.1:29510", name="first"
+    ... ).quorum_seconds
     600.0
     """
 
@@ -142,7 +152,7 @@ class Membership:
                 f"no lighthouse is given: pass lighthouse='http://host:port', set {LIGHTHOUSE}, or start one with "
                 "`laconic run --elastic` or `torchft_lighthouse`"
             )
-        if not 0 < timeout_seconds <= quorum_seconds:
+        if not 0 < timeout_seconds <= quorum_seconds < math.inf:
             raise ValueError(
                 "timeout_seconds, for one collective, must be above 0 and at most quorum_seconds, for all to come together; "
                 f"got {timeout_seconds} and {quorum_seconds}"
@@ -154,6 +164,7 @@ class Membership:
         self.address, self.bind, self.group = address, bind, ElasticGroup()
         self._timeout, self._quorum_timeout = timedelta(seconds=timeout_seconds), timedelta(seconds=quorum_seconds)
         self.names: tuple[str, ...] = ()  # of the last quorum
+        self.ids: tuple[str, ...] = ()  # the same; one that is started again has another
         self._failures = 0  # syncs in a row that came to nothing
         self._met: tuple[object, ...] = ()  # what the process group was built by
         self._rank = 0  # in the island
@@ -168,6 +179,8 @@ class Membership:
           `island`: the ranks of this worker.
           `device`: where the model is.
         """
+        if self._client is not None:
+            raise ValueError(f"the Membership of worker {self.name} has been used by a run already; make one for each attach")
         self._rank = island.rank
         backend = self._backend(device)
         kind = getattr(self._groups, BACKENDS[backend])
@@ -257,7 +270,7 @@ class Membership:
             self._met = ()
             self._build(found, names)
             self._met = built_by
-        self.names = names
+        self.names, self.ids = names, tuple(found.replica_ids)
         return Quorum(changed, found.replica_rank, found.replica_world_size, names)
 
     def _build(self, found: Any, names: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """What a worker averages between steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from laconic.run.state import memory_of
 from laconic.strategies.strategy import Averaging, Strategy
 
 FLOATS = (torch.float32, torch.float64)
+Confirm: TypeAlias = Callable[[Sequence[int]], None]
+"""Asked before anything of these fragments is written; it may raise."""
 
 
 class Parts:
@@ -65,6 +68,7 @@ class Parts:
         self._moments = Moments(optimizers, trained, self.ledger, self._control, self._control_device)
         self.deltas = self._new_deltas(fused) if self._averaging.deltas else None
         self._weights: Mapping[int, float] = {}
+        self.rate: float | None = None  # of all workers, at this sync
         self._residual_world = 0  # of how many workers' mean the residuals are a part
         self._mark = self.deltas.mark() if self.deltas else None
 
@@ -108,7 +112,12 @@ class Parts:
     def facts(self) -> list[str]:
         """What all workers must have alike."""
         held = {**self.held(), **self.untrained()}
-        looks = [f"{name.replace('/', ' ', 1)} of shape {tuple(one.shape)}, {one.dtype}" for name, one in held.items()]
+        looks = [
+            f"{name.replace('/', ' ', 1)} of shape {tuple(one.shape)}, {one.dtype}"
+            + ("" if one.is_contiguous() else f", strides {one.stride()}")
+            for name, one in held.items()
+        ]
+        looks += [f"optimizer group {number}: {', '.join(names)}" for number, (names, _) in enumerate(self._inner())]
         return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", *looks]
 
     # What is due
@@ -141,7 +150,7 @@ class Parts:
         self._weights = weights
 
     @torch.no_grad()
-    def exchange(self, step: int, due: Sequence[int], confirm: Callable[[], None]) -> None:
+    def exchange(self, step: int, due: Sequence[int], confirm: Confirm) -> None:
         """Send what is due and complete what is outstanding; `confirm` is called before anything is written, and may raise."""
         if self.deltas is None:
             if due:
@@ -154,19 +163,19 @@ class Parts:
         if present is not None:
             self._end_period(step, max(present.rates, default=None))
 
-    def _average(self, step: int, confirm: Callable[[], None]) -> None:
+    def _average(self, step: int, confirm: Confirm) -> None:
         write = ParameterAverager(self.parameters, self.ledger).exchange(self._group, weight=self._weights.get(0, 1.0))
         write_buffers = self._exchange_buffers()
-        confirm()
+        confirm([0])
         moved = write(measure=self.inspector.watching)
         write_buffers()
         if self.inspector.watching:
             self.inspector.syncs.append(Sync(step, moved))
-        self._end_period(step, None)
+        self._end_period(step, self.rate)
 
-    def _confirm(self, arrived: Sequence[int], confirm: Callable[[], None]) -> None:
+    def _confirm(self, arrived: Sequence[int], confirm: Confirm) -> None:
         buffers = self._exchange_buffers() if self.agenda.last_fragment in arrived else _nothing
-        confirm()
+        confirm(arrived)
         buffers()
 
     def _exchange_buffers(self) -> Callable[[], object]:
@@ -282,9 +291,16 @@ class Parts:
             local(parameter).copy_(values[name])
         self.wrote()
 
-    def snapshot(self) -> dict[str, Tensor]:
-        """The parameters as they are now; nothing where they are averaged themselves, and no delta is known."""
-        return {name: local(p).clone() for name, p in self.parameters.items()} if self.deltas else {}
+    def snapshot(self, fragments: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """The parameters, of these fragments, as they are now; nothing where they are averaged themselves."""
+        if self.deltas is None:
+            return {}
+        numbers = range(self.fragments) if fragments is None else fragments
+        return {name: local(self.parameters[name]).clone() for number in numbers for name in self.deltas.fragments[number]}
+
+    def largest_rate(self) -> float:
+        """Of the learning rates of this worker."""
+        return max(float(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
 
 def _nothing() -> None:

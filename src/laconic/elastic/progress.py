@@ -26,12 +26,17 @@ class Progress:
         for fragment in fragments:
             self.steps[fragment] += self._outstanding.pop(fragment, 0)
 
-    def doubt(self) -> None:
-        """The steps so far may have been committed, or not."""
-        self._counted = list(self.steps)
+    def doubt(self, fragments: Sequence[int]) -> None:
+        """The steps so far of these may have been committed, or not."""
+        for fragment in fragments:
+            self._counted[fragment] = self.steps[fragment]
+
+    def kept(self, *, keep: bool, committed: bool) -> list[int]:
+        """What is brought along with a peer's state: with `keep`, the steps so far, but for those that were committed."""
+        counted = self._counted if committed else [0] * len(self.steps)
+        return [steps - gone if keep else 0 for steps, gone in zip(self.steps, counted, strict=True)]
 
     def start_again(self, *, keep: bool, committed: bool) -> None:
-        """The state is a peer's now: the steps of before are brought along with `keep`, but for those that were committed."""
-        counted = self._counted if committed else [0] * len(self.steps)
-        self.steps = [steps - gone if keep else 0 for steps, gone in zip(self.steps, counted, strict=True)]
+        """The state is a peer's now."""
+        self.steps, self._counted = self.kept(keep=keep, committed=committed), [0] * len(self.steps)
         self._outstanding = {}

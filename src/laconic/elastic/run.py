@@ -1,6 +1,7 @@
 """What a user holds of an elastic run: a strategy attached to a model, among workers that come and go."""
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from laconic.strategies.strategy import Strategy
 
 log = logging.getLogger("laconic.elastic")
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 5.0  # between two tries to join
+START_SECONDS = 60.0  # that a run waits for `start_with` workers; it starts with fewer then
 
 
 class ElasticRun:
@@ -36,7 +38,7 @@ class ElasticRun:
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with laconic.elastic.lighthouse() as address:  # as a rule, in a process of its own
     ...     manager = laconic.elastic.Membership(lighthouse=address)
-    ...     with laconic.elastic.attach(model, optimizer, "diloco(period=2)", manager) as run:
+    ...     with laconic.elastic.attach(model, optimizer, "diloco(2)", manager) as run:
     ...         while run.step < 3:
     ...             model(torch.ones(8, 4)).sum().backward()
     ...             optimizer.step()
@@ -52,6 +54,8 @@ class ElasticRun:
         self._clock = Clock(parts.optimizers, parts.scaler, self._after_step)
         self._syncs = Syncs(parts, membership, island, options, self._clock)
         self._ended = False
+        self._lent = False  # the parameters are those of the last sync, for a moment
+        self._process = os.getpid()
         self._problem = ""  # with the last sync, if it was dropped
         self._handler: Any = None
         self._join()
@@ -109,10 +113,11 @@ class ElasticRun:
         Not: under a strategy that averages parameters it is a RuntimeError, as no such model is kept; evaluate right after a
         sync, when `version` has changed.
         """
-        before = self._parts.lend()
+        before, self._lent = self._parts.lend(), True
         try:
             yield
         finally:
+            self._lent = False
             self._parts.take_back(before)
 
     def leave(self) -> None:
@@ -151,7 +156,11 @@ class ElasticRun:
         self._end(f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self.leave()
+        if os.getpid() == self._process:
+            self.leave()
+            return
+        signal.signal(number, signal.SIG_DFL)  # a process that was forked from this one, such as a DataLoader's
+        os.kill(os.getpid(), number)
 
     # The loop
 
@@ -163,6 +172,8 @@ class ElasticRun:
                 self._syncs.sync()
             except CommunicationError as error:
                 self._syncs.drop(error)
+                if time.monotonic() - began > START_SECONDS:
+                    self._syncs.start_with = 1
                 if time.monotonic() - began > self._membership.quorum_seconds:
                     self.detach()
                     raise
@@ -174,10 +185,16 @@ class ElasticRun:
                 raise
 
     def _after_step(self) -> None:
+        if self._lent:
+            raise RuntimeError(
+                "a step was made inside consensus(), where the model is only lent; leave that block before you train"
+            )
         syncs = self._syncs
         syncs.stepped()
-        if syncs.leaving and self._island.size == 1:
-            self._go()
+        if syncs.leaving:
+            self._membership.hurry(self._options.leave_seconds)
+            if self._island.size == 1 and not self._parts.outstanding:
+                self._go()  # else at the next sync that is due: others wait for what is outstanding
         if self._parts.departures(self._clock.step):
             if self._try(syncs.sync) and syncs.told_to_leave:
                 self._gone()
@@ -202,7 +219,6 @@ class ElasticRun:
     def _go(self) -> NoReturn:
         """Take part in one more sync, and leave."""
         deadline = time.monotonic() + self._options.leave_seconds
-        self._membership.hurry(self._options.leave_seconds)
         while not self._try(self._syncs.sync) and time.monotonic() < deadline:
             time.sleep(FIRST_PAUSE_SECONDS)
         self._gone()

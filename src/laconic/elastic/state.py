@@ -103,7 +103,7 @@ def adopt(parts: Parts, state: State, *, carry: bool, sent: Mapping[str, Tensor]
     facts = state.facts
     learnt: dict[str, Tensor] = {}
     if carry and parts.deltas is not None:
-        before = sent or parts.deltas.anchors.by_name
+        before = {**parts.deltas.anchors.by_name, **(sent or {})}
         learnt = {name: local(p) - before[name].to(p.device) for name, p in parts.parameters.items()}
     parts.agenda.synced(facts["last"], facts.get("rate"))
     for name, tensor in {**parts.held(), **parts.untrained()}.items():

@@ -54,6 +54,7 @@ class Options(NamedTuple):
     weights: Weights
     late: Late
     leave_seconds: float
+    start_with: int
 
 
 class Row(NamedTuple):
@@ -64,12 +65,15 @@ class Row(NamedTuple):
     step: int
     leaving: bool
     residual_norm: float
+    rate: float  # the largest of its learning rates
     steps: list[float]  # that it brings along, by fragment
+    kept: list[float]  # of these, those that it still would after taking a peer's state
 
     @classmethod
     def read(cls, numbers: Sequence[float]) -> Self:
-        version, lineage, step, leaving, norm, *steps = numbers
-        return cls(int(version), int(lineage), int(step), bool(leaving), norm, steps)
+        version, lineage, step, leaving, norm, rate, *steps = numbers
+        half = len(steps) // 2
+        return cls(int(version), int(lineage), int(step), bool(leaving), norm, rate, steps[:half], steps[half:])
 
 
 class Syncs:
@@ -90,6 +94,8 @@ class Syncs:
         self._lineage = 0
         self._progress = Progress(parts.fragments)
         self._norms: dict[str, float] = {}  # of each worker's residual, when the last sync began
+        self._lost_norms: dict[str, float] = {}  # of those that were lost, until they come back with it
+        self.start_with = options.start_with  # workers that the very first sync of a run waits for
         self._doubt: dict[str, Tensor] | None = None  # parameters when a sync was dropped that others may have made
 
     def _about(self) -> dict[str, object]:
@@ -130,10 +136,13 @@ class Syncs:
         if newest > 0:
             step = max(row.step for row in rows if (row.version, row.lineage) == (newest, lineage))
             self._clock.set(step, [0] * len(self._clock.ahead))  # who leaves may have come before it was due
+        if newest == 0 and quorum.world < self.start_with:
+            raise CommunicationError(f"{quorum.world} workers are there, and the run starts with {self.start_with}")
         if quorum.world < self._options.min_replicas:
             raise CommunicationError(f"{quorum.world} workers are there, and min_replicas is {self._options.min_replicas}")
         due = self._parts.departures(self._clock.step) if newest > 0 else []
-        self._weigh(rows, due)
+        self._weigh(rows, newest, lineage, due)
+        self._parts.rate = max(row.rate for row in rows)
         self._parts.share_residuals(quorum.world)
         self.exchange(due)
         with self._together():
@@ -158,7 +167,9 @@ class Syncs:
     def _tell(self, residual_norm: float) -> list[Row]:
         """What all workers say of themselves."""
         steps = self._progress.steps
-        mine = [self.version, self._lineage, self._clock.step, self.told_to_leave, residual_norm, *steps]
+        kept = self._progress.kept(keep=self._carries, committed=self._doubt is not None)
+        rate = self._parts.largest_rate()
+        mine = [self.version, self._lineage, self._clock.step, self.told_to_leave, residual_norm, rate, *steps, *kept]
         return [Row.read(row) for row in self._gather(mine)]
 
     def _gather(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -167,9 +178,15 @@ class Syncs:
         rows: list[list[float]] = complete(_rows(mine), self._group, self.control).tolist()
         return rows
 
+    @property
+    def _carries(self) -> bool:
+        """Whether what this worker has learnt comes on top of a peer's state, should it have to take one."""
+        return self._options.late == "carry" and self.version > 0 and self._parts.deltas is not None
+
     def _compare(self, quorum: Quorum) -> None:
         """Refuse who trains something else; the reference is a worker with the newest state."""
-        text = "\n".join(self._parts.facts())
+        options = [f"weights {self._options.weights}", f"min_replicas {self._options.min_replicas}"]
+        text = "\n".join([*self._parts.facts(), *options])
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         rows = self._gather([self.version, digest])
         first = max(range(len(rows)), key=lambda rank: (rows[rank][0], -rank))
@@ -202,7 +219,7 @@ class Syncs:
     def _adopt(self, state: healing.State, version: int, lineage: int) -> None:
         """Go on from a peer's state; with late="carry", what this worker has learnt since its own last sync comes on top."""
         committed = self._doubt is not None
-        carry = self._options.late == "carry" and self.version > 0
+        carry = self._carries
         step = adopt(self._parts, state, carry=carry, sent=self._doubt)
         self._parts.wrote()
         if committed and self._parts.has_residuals:  # they are of before a sync that the others have made
@@ -215,14 +232,15 @@ class Syncs:
             self.counts["healed"] += 1
             log.info("%s takes the state of a peer, step %d", self._membership.name, self._clock.step)
 
-    def _weigh(self, rows: Sequence[Row], due: Sequence[int]) -> None:
+    def _weigh(self, rows: Sequence[Row], newest: int, lineage: int, due: Sequence[int]) -> None:
         """How much each worker counts: what it brings along, as a share of what all do on average."""
+        brought = [row.steps if (row.version, row.lineage) == (newest, lineage) else row.kept for row in rows]
         weights: dict[int, float] = {}
         for fragment in range(self._parts.fragments):
-            steps = [row.steps[fragment] for row in rows]
-            if self._options.weights == "equal":
-                steps = [float(each > 0) for each in steps]
-            scaled = [each * len(rows) / (sum(steps) or 1.0) for each in steps]
+            steps = [each[fragment] for each in brought]
+            if self._options.weights == "equal" or not any(steps):  # nobody has made any: all have the same to say
+                steps = [float(each > 0 or not any(steps)) for each in steps]
+            scaled = [each * len(rows) / sum(steps) for each in steps]
             weights[fragment] = scaled[self._group.rank]
             if fragment in due:
                 self.counted = dict(zip(self._membership.names, scaled, strict=True))
@@ -232,10 +250,10 @@ class Syncs:
         """Send what is due, and complete what is outstanding."""
         decided: bool | None = None  # what this island's ranks have agreed on before anything was written, if it came to that
 
-        def confirm() -> None:
+        def confirm(fragments: Sequence[int]) -> None:
             nonlocal decided
             decided = False
-            self._confirm()
+            self._confirm(fragments)
             decided = True
 
         problem: CommunicationError | None = None
@@ -251,22 +269,21 @@ class Syncs:
         self._agree(problem)
         self._progress.departed(due)
 
-    def _confirm(self) -> None:
-        """All of it has arrived, everywhere: what is written from here on is the next version."""
+    def _confirm(self, fragments: Sequence[int]) -> None:
+        """All of it has arrived, everywhere: what is written of these from here on is the next version."""
         try:
             with self._together():
                 self._everywhere()
         except CommunicationError:
             # The others may have heard from all, and have written.
-            self._doubt = self._parts.snapshot()
-            self._progress.doubt()
+            self._doubt = {**(self._doubt or {}), **self._parts.snapshot(fragments)}
+            self._progress.doubt(fragments)
             raise
         self._advance()
 
     def _advance(self) -> None:
         """The state is a new one, the same on all who have come this far."""
-        names = ",".join(self._group.names)
-        digest = hashlib.sha256(f"{self._lineage} {self.version} {names}".encode()).digest()
+        digest = hashlib.sha256(f"{self._lineage} {self.version} {','.join(self._membership.ids)}".encode()).digest()
         self.version, self._lineage = self.version + 1, int.from_bytes(digest[:6], "big")  # a float holds six bytes
         self._parts.mark()
 
@@ -286,7 +303,10 @@ class Syncs:
         joined, lost = sorted(now - before) if self.names else [], sorted(before - now)
         self.counts["joined"] += len(joined)
         self.counts["lost"] += len(lost)
-        self.lost_norm += sum(self._norms.get(name, 0.0) for name in lost)
+        self._lost_norms |= {name: self._norms.get(name, 0.0) for name in lost}
+        self.lost_norm += sum(self._lost_norms[name] for name in lost)
+        back = [name for name, row in zip(quorum.names, rows, strict=True) if name in joined and row.version > 0]
+        self.lost_norm -= sum(self._lost_norms.pop(name, 0.0) for name in back)  # it was slow, and not dead
         if joined:
             log.info("workers %s are there from step %d on", ", ".join(joined), self._clock.step)
         if lost:

@@ -122,7 +122,10 @@ def predict(
     Forecast(payload_bytes=2502500, wire_bytes=3003000, collectives=2, steps=1, wire_bytes_per_step=3003000)
     >>> laconic.predict("local_sgd(16)", layer, world_size=4)
     Forecast(payload_bytes=4004000, wire_bytes=6006000, collectives=1, steps=16, wire_bytes_per_step=375375)
-    >>> laconic.predict("powersgd(warmup=10)", layer, world_size=4, step=0, steps=20).wire_bytes_per_step  # 10 as ddp()
+    >>> # 10 as ddp()
+    >>> laconic.predict(
+    ...     "powersgd(warmup=10)", layer, world_size=4, step=0, steps=20
+    ... ).wire_bytes_per_step
     3030000.0
     """
     chosen = read(strategy)

@@ -8,7 +8,9 @@ Each needs its framework, in laconic's folder: `pip install '.[lightning]'`, `'.
 >>> with attach(accelerator, model, optimizer, "int8()") as run:  # doctest: +SKIP
 ...     train(model, optimizer)
 >>> from laconic.integrations.transformers import LaconicTrainer  # doctest: +SKIP
->>> trainer = LaconicTrainer(strategy="int8()", model=model, args=args, train_dataset=data)  # doctest: +SKIP
+>>> trainer = LaconicTrainer(  # doctest: +SKIP
+...     strategy="int8()", model=model, args=args, train_dataset=data
+... )
 """
 
 import importlib

@@ -86,7 +86,9 @@ class LaconicCallback(Callback):  # type: ignore[misc]  # Lightning's classes ar
     >>> callback = LaconicCallback("diloco(16, warmup=100)")
     >>> callback.strategy.warmup
     100
-    >>> trainer = Trainer(strategy="ddp", devices=2, accelerator="cpu", callbacks=[callback])  # doctest: +SKIP
+    >>> trainer = Trainer(  # doctest: +SKIP
+    ...     strategy="ddp", devices=2, accelerator="cpu", callbacks=[callback]
+    ... )
     >>> trainer.fit(model, loader)  # doctest: +SKIP
     """
 

@@ -223,7 +223,9 @@ class LaconicTrainer(LaconicMixin, Trainer):  # type: ignore[misc]
       `args`, `kwargs`: all other arguments are the Trainer's own.
 
     >>> from laconic.integrations.transformers import LaconicTrainer
-    >>> trainer = LaconicTrainer(strategy="int8()", model=model, args=args, train_dataset=data)  # doctest: +SKIP
+    >>> trainer = LaconicTrainer(  # doctest: +SKIP
+    ...     strategy="int8()", model=model, args=args, train_dataset=data
+    ... )
     >>> trainer.train()  # doctest: +SKIP
     >>> trainer.laconic_run.stats().wire_bytes_per_step  # doctest: +SKIP
     """

@@ -7,9 +7,10 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from laconic.reducers import discover
+from laconic.reducers.base import Reducer
 from laconic.strategies.naming import own
 from laconic.strategies.outer import Outer
-from laconic.strategies.parsing import nearest
+from laconic.strategies.parsing import nearest, strategy
 from laconic.strategies.recipe import recipes
 from laconic.strategies.schedules import Schedule
 from laconic.strategies.strategy import render
@@ -37,13 +38,22 @@ def named(names: Iterable[str]) -> dict[str, list[Entry]]:
     """Of these alone, all that their docstrings say, but for the examples."""
     things = {**recipes(), **discover(), **own()}
     found = []
-    for name in names:
-        name = name.partition("(")[0]
+    for text in names:
+        name, _, arguments = text.partition("(")
         if name not in things:
             raise ValueError(f"laconic has no {name!r}{nearest(name, things)}")
-        text = (inspect.getdoc(things[name]) or "").partition("\n>>>")[0].strip()
-        found.append(Entry(f"{name}{_signature(things[name])}", text.split("\n")))
+        if arguments.strip() not in ("", ")"):
+            _check(text, things[name])
+        told = (inspect.getdoc(things[name]) or "").partition("\n>>>")[0].strip()
+        found.append(Entry(f"{name}{_signature(things[name])}", told.split("\n")))
     return {"What they do": found}
+
+
+def _check(text: str, thing: object) -> None:
+    """Refuse wrong arguments as `laconic compare` does; a part is read where it goes in a strategy."""
+    places = {Reducer: "ddp(reducer={})", Schedule: "local_sgd({})", Outer: "diloco(16, outer={})"}
+    found = next((place for base, place in places.items() if isinstance(thing, type) and issubclass(thing, base)), "{}")
+    strategy(found.format(text))
 
 
 def _parts(base: type) -> list[Entry]:

@@ -32,7 +32,8 @@ def ensure(workers: int, island_size: int, *, cables: bool, say: Callable[[str],
     if _usable(path):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    say(f"collectives among {workers} workers, without a limit: {SECONDS:g} s; kept in {folder()}")
+    where = "on hosts with links as fast as they get" if cables else "that are plain processes, without links"
+    say(f"collectives among {workers} workers {where}: {SECONDS:g} s; kept for a day in {folder()}")
     job = {"probe_seconds": SECONDS, "save": str(path)}
     with Workers([job], workers, Link(FASTEST) if cables else Link(), island_size=island_size) as probing:
         probing.told("the probe of this machine", lambda facts: None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laconic.comm.bucket import RESIDUAL, Bucket, Slot
-from laconic.comm.exchange import PendingExchange, Reduced, check_reduced, complete
+from laconic.comm.exchange import PendingExchange, Reduced, complete
 from laconic.comm.flat_tensors import local, squared_norm, unflatten
 from laconic.comm.group import TorchGroup
 from laconic.comm.inspection import Inspector, sync_of_deltas
@@ -152,8 +152,11 @@ class DeltaAverager:
                 self._parameter(name).sub_(slot.pop(RESIDUAL))
 
     def mark(self) -> Mark:
-        """Where exchanges stand now."""
-        return Mark(list(self._exchanges), [list(norms.norms) for norms in self._norms])
+        """Where exchanges stand now, without those that are outstanding: these would be lost with the workers."""
+        over = list(self._exchanges)
+        for one in self._outstanding:
+            over[one.fragment] -= 1
+        return Mark(over, [list(norms.norms) for norms in self._norms])
 
     def undo(self, mark: Mark) -> list[int]:
         """The exchanges since then came to nothing, on all ranks; the fragments whose deltas were outstanding."""
@@ -273,8 +276,6 @@ class DeltaAverager:
         """Which buckets have a mean that is finite. Of a sharded replica all or none, whatever buckets its shards are in."""
         buckets = [pending for exchange in exchanges for pending in exchange.buckets]
         results = [pending.exchange.result for pending in buckets]
-        for pending, result in zip(buckets, results, strict=True):
-            check_reduced(result, pending.bucket.flat.numel())
         goods = [bool(finite(result.mean) if result.good is None else result.good) for result in results]
         if self._island is not None and exchanges:  # this rank may have nothing of a fragment, and others some of it
             everywhere = all(complete(gather_flags(all(goods), self._device), self._island, self._control))

@@ -36,7 +36,9 @@ class AlternatingPowerSGD(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> strategy = laconic.ddp(reducer=laconic.ErrorFeedback(laconic.AlternatingPowerSGD(rank=4)))
+    >>> strategy = laconic.ddp(
+    ...     reducer=laconic.ErrorFeedback(laconic.AlternatingPowerSGD(rank=4))
+    ... )
     >>> laconic.predict(strategy, layer, world_size=4).wire_bytes
     24000
     """

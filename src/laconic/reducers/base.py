@@ -1,15 +1,16 @@
 """What a reducer is."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import ClassVar, Literal, Self, TypeAlias
+from functools import partial, wraps
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from laconic.comm.bucket import Bucket
-from laconic.comm.exchange import Exchange
+from laconic.comm.exchange import Exchange, checked_reduce
 from laconic.kernels.kernel import Kernel
 
 
@@ -96,7 +97,8 @@ class Reducer(ABC):
     ...         mean = yield laconic.AllReduce(bucket.flat.bfloat16())
     ...         return laconic.Reduced(bucket.flat.copy_(mean))
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=Halves()), layer, world_size=4).wire_bytes  # 2(N-1)/N * 2n
+    >>> # 2(N-1)/N * 2n
+    >>> laconic.predict(laconic.ddp(reducer=Halves()), layer, world_size=4).wire_bytes
     3000000
     """
 
@@ -109,6 +111,11 @@ class Reducer(ABC):
     writes_residual: ClassVar[bool] = False
     # Whether a bucket may hold this rank's shards of parameters instead of whole ones.
     takes_shards: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if "reduce" in vars(cls):  # whoever calls it, `simulate`'s user or a reducer around it, is told what is wrong with it
+            cls.reduce = _checked(vars(cls)["reduce"])  # type: ignore[method-assign, assignment]
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> Exchange:
@@ -149,6 +156,19 @@ class Reducer(ABC):
     def examples(cls) -> Iterator[Self]:
         """Instances worth trying: the law tests and benchmarks run every one of them."""
         yield cls()
+
+
+def _checked(reduce: Callable[[Any, Bucket], Exchange]) -> Callable[[Any, Bucket], Exchange]:
+    """The same, and what a reducer may not do is said with its class."""
+
+    @wraps(reduce)
+    def checked(self: Reducer, bucket: Bucket) -> Exchange:
+        flat, name = bucket.flat, f"{type(self).__name__}.reduce"
+        rounds = checked_reduce(partial(reduce, self, bucket), flat.numel(), name, meta=flat.is_meta)
+        rounds.__qualname__ = name  # type: ignore[attr-defined]  # a generator has it
+        return rounds
+
+    return checked
 
 
 def _reducers(values: Iterable[object]) -> list[Reducer]:

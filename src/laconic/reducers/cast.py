@@ -38,7 +38,10 @@ class Cast(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.Cast("bf16")), layer, world_size=4).wire_bytes  # 2(N-1)/N * 2n
+    >>> # 2(N-1)/N * 2n
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.Cast("bf16")), layer, world_size=4
+    ... ).wire_bytes
     3000000
     """
 

@@ -38,7 +38,8 @@ class ErrorFeedback(Reducer):
     >>> reducer, slot = laconic.ErrorFeedback(laconic.TopK(0.5)), {}
     >>> for gradient in ([1.0, 0.25], [0.5, 0.5]):
     ...     flat = torch.tensor(gradient)
-    ...     (alone,) = laconic.simulate([reducer.reduce(laconic.Bucket(flat, [flat], ["w"], [slot], rank=0, world=1))])
+    ...     bucket = laconic.Bucket(flat, [flat], ["w"], [slot], rank=0, world=1)
+    ...     (alone,) = laconic.simulate([reducer.reduce(bucket)])
     ...     alone.finish()
     ...     print(alone.mean, slot["error"])
     tensor([1., 0.]) tensor([0.0000, 0.2500])

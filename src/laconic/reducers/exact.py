@@ -20,7 +20,10 @@ class Exact(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.Exact()), layer, world_size=4).wire_bytes  # 2(N-1)/N * 4n
+    >>> # 2(N-1)/N * 4n
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.Exact()), layer, world_size=4
+    ... ).wire_bytes
     6000000
     """
 

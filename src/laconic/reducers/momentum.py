@@ -39,7 +39,8 @@ class Momentum(Reducer):
       `beta`: its decay, that of the optimizer's own momentum, at least 0 and below 1. Default 0.9.
 
     >>> import laconic
-    >>> str(laconic.ddp(reducer=laconic.Momentum(laconic.ErrorFeedback(laconic.Sign())), second_moment="slow"))
+    >>> reducer = laconic.Momentum(laconic.ErrorFeedback(laconic.Sign()))
+    >>> str(laconic.ddp(reducer=reducer, second_moment="slow"))
     "ddp(reducer=Momentum(inner=ErrorFeedback(inner=Sign())), second_moment='slow')"
     """
 

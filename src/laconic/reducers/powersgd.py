@@ -52,7 +52,11 @@ class PowerSGD(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.PowerSGD(rank=4))), layer, world_size=4).wire_bytes
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.ErrorFeedback(laconic.PowerSGD(rank=4))),
+    ...     layer,
+    ...     world_size=4,
+    ... ).wire_bytes
     48000
     """
 

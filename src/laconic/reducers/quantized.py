@@ -54,7 +54,10 @@ class Quantized(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.Quantized(8)), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 1.008n
+    >>> # about 2(N-1)/N * 1.008n
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.Quantized(8)), layer, world_size=4
+    ... ).wire_bytes
     1511736
     """
 

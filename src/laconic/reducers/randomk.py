@@ -34,7 +34,9 @@ class RandomK(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.RandomK(0.05)), layer, world_size=4).wire_bytes
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.RandomK(0.05)), layer, world_size=4
+    ... ).wire_bytes
     300006
     """
 

@@ -47,7 +47,9 @@ class Sign(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Sign())), layer, world_size=4).wire_bytes
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Sign())), layer, world_size=4
+    ... ).wire_bytes
     281280
     """
 

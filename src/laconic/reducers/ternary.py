@@ -36,7 +36,11 @@ class Ternary(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Ternary())), layer, world_size=4).wire_bytes
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.ErrorFeedback(laconic.Ternary())),
+    ...     layer,
+    ...     world_size=4,
+    ... ).wire_bytes
     323448
     """
 

@@ -51,7 +51,9 @@ class TopK(Reducer):
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.ddp(reducer=laconic.TopK(0.01, values="bf16")), layer, world_size=4).wire_bytes
+    >>> laconic.predict(
+    ...     laconic.ddp(reducer=laconic.TopK(0.01, values="bf16")), layer, world_size=4
+    ... ).wire_bytes
     60984
     """
 

@@ -27,7 +27,10 @@ class Warmup(Reducer):
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
     >>> strategy = laconic.ddp(reducer=laconic.Warmup(100, laconic.Cast("bf16")))
-    >>> [laconic.predict(strategy, layer, world_size=4, step=step).wire_bytes for step in (99, 100)]
+    >>> [
+    ...     laconic.predict(strategy, layer, world_size=4, step=step).wire_bytes
+    ...     for step in (99, 100)
+    ... ]
     [6000000, 3000000]
     """
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 VERSION = 1
 PAGE = "advice.html"
 FILE = "advice.json"
+OWN_TASK = "mine.py"  # a name for the user's own, in commands
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,36 @@ class AdviceRecord:
     assumptions: list[str]
     by_bandwidth: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # with --out
     by_workers: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    next_command: str = ""  # which tries the choice; empty: it is ddp()
     version: int = VERSION
 
     @property
     def title(self) -> str:
         """What was asked."""
-        nodes = f" in {self.workers // self.per_node} nodes of {self.per_node}" if self.per_node > 1 else ""
-        return f"{self.model}, {self.workers} workers{nodes}, link {self.link}"
+        link = "" if self.one_host else f", link {self.link}"
+        return f"{self.model}, {workers_text(self.workers, self.per_node)}{link}"
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all workers are on one host, as in a probe of one: nothing crosses a cable."""
+        return self.per_node == self.workers
 
     def text(self) -> str:
         """JSON."""
         return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def workers_text(count: int, per_node: int) -> str:
+    """So many workers, and on which nodes.
+
+    >>> workers_text(4, 1), workers_text(16, 4), workers_text(2, 2)
+    ('4 workers', '16 workers in 4 nodes of 4', '2 workers on one host')
+    """
+    if per_node == 1:
+        return f"{count} workers"
+    return (
+        f"{count} workers on one host" if per_node == count else f"{count} workers in {count // per_node} nodes of {per_node}"
+    )
 
 
 def share_text(share: float) -> str:

@@ -4,15 +4,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from laconic.report.advice_records import AdviceRecord, AdviceRow, seconds_text, share_text
+from laconic.report.advice_records import OWN_TASK, AdviceRecord, AdviceRow, seconds_text, share_text
 from laconic.report.terminal import NAME_WIDTH as SHORT_NAME
 from laconic.report.terminal import fitting
 
+LONG_COMMAND = 100  # characters: a longer one is printed in two lines
 NAME_WIDTH = 34  # characters: of a strategy, which may be folded
 
 LEGEND = (
     "share: of the rate without communication. step: its predicted time, of which compute, encoding and decoding, and waiting "
-    "for the network. bytes: what {cable} carries in a step, and in a day. memory: what each worker keeps beyond DDP's. After "
+    "for the network. bytes: what {sender} in a step, and in a day. memory: what each worker keeps beyond DDP's. After "
     "the warm-up, if the strategy has one."
 )
 
@@ -41,6 +42,18 @@ def show(record: AdviceRecord, console: Console) -> None:
         console.print(f"- {sentence}", style="dim", highlight=False, markup=False)
     console.print(f"\nchoice: {record.choice}", style="bold", highlight=False, markup=False, soft_wrap=True)
     console.print(record.reason, highlight=False, markup=False)
+    console.print(f"\n{next_step(record)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def next_step(record: AdviceRecord) -> str:
+    """What to do with the answer."""
+    if not record.next_command:
+        return f"next: nothing to change, {record.choice} is plain DDP"
+    file = " (laconic new-task mine.py writes the file)" if f" {OWN_TASK} " in record.next_command else ""
+    command = record.next_command
+    if len(command) > LONG_COMMAND:
+        command = command.replace(" -s ", " \\\n  -s ", 1)  # a shell takes it so
+    return f"next, for its loss on your model{file}:\n{command}"
 
 
 def columns(record: AdviceRecord) -> list[str]:
@@ -68,7 +81,11 @@ def cells(row: AdviceRow, record: AdviceRecord) -> list[str]:
 def legend(record: AdviceRecord) -> str:
     """What the columns mean."""
     money = " cost: of all cables together." if _priced(record) else ""
-    return LEGEND.format(cable="a node's cable" if record.per_node > 1 else "a worker's cable") + money
+    if record.one_host:
+        sender = "a worker sends within this host"
+    else:
+        sender = "a node's cable carries" if record.per_node > 1 else "a worker's cable carries"
+    return LEGEND.format(sender=sender) + money
 
 
 def data_text(count: float) -> str:

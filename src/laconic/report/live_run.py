@@ -1,5 +1,6 @@
 """A run while it goes on, from another terminal."""
 
+import difflib
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.text import Text
 from laconic.report.meter_records import RankRecord, files_of, read, worst
 from laconic.report.terminal import human
 
-RECENT_STEPS, SILENT_SECONDS = 50, 15
+RECENT_STEPS, SILENT_SECONDS, WAIT_SECONDS = 50, 15, 60.0
 LEGEND = (
     f"Means of about the last {RECENT_STEPS} steps. bytes/step: what a rank put on the cable, counted. waiting: share of the "
     "time in which the training thread stood still for a collective. encoding: share in which exchanges encoded and decoded. "
@@ -25,29 +26,58 @@ SYNC_LEGEND = (
 LAYERS_LEGEND = " lost: ||x - sent|| / ||x||, of the three layers that lose most."
 
 
-def watch(folder: Path, console: Console, *, once: bool = False) -> None:
-    """Show how a run stands until it ends, or until Ctrl-C; `once`: now."""
+def watch(folder: Path, console: Console, *, once: bool = False, wait_seconds: float | None = None) -> None:
+    """Show how a run stands until it ends, or until Ctrl-C; `once`: now.
+
+    `wait_seconds` is how long a run that has not begun is waited for; None: without end in a terminal, where somebody sees
+    it, and for a minute elsewhere.
+    """
     if once:
         console.print(picture(read(folder)))
         return
     if not files_of(folder):
-        # Not in the live picture: that is shown in a terminal alone, and a name that is misspelt would be waited for unseen.
-        what = "is empty of records" if folder.is_dir() else "does not exist yet"
-        console.print(
-            f"{folder} {what}; waiting for a run to write there: laconic run --record {folder} ..., or "
-            f"laconic.Meter(run, {str(folder)!r}) in a script. Ctrl-C ends the wait.",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        if wait_seconds is None and not console.is_terminal:
+            wait_seconds = WAIT_SECONDS
+        _await(folder, console, wait_seconds)
     with Live(console=console, refresh_per_second=4) as live:
         while True:
-            if files_of(folder):
-                records = read(folder)
-                live.update(picture(records))
-                if records and all(record.end is not None for record in records):
-                    return
+            records = read(folder)
+            live.update(picture(records))
+            if records and all(record.end is not None for record in records):
+                return
             time.sleep(0.5)
+
+
+def _await(folder: Path, console: Console, seconds: float | None) -> None:
+    """Come back when a run has begun to write there; a ValueError after `seconds`.
+
+    Not in the live picture: that is shown in a terminal alone, and a name that is misspelt would be waited for unseen.
+    """
+    what = "is empty of records" if folder.is_dir() else "does not exist yet"
+    others = _runs_beside(folder)
+    beside = f" Beside it there is {', '.join(map(str, others))}." if others else ""
+    length = "" if seconds is None else f" for {seconds:g} s"
+    console.print(
+        f"{folder} {what}; waiting{length} for a run to write there: laconic run --record {folder} ..., or "
+        f"laconic.Meter(run, {str(folder)!r}) in a script.{beside} Ctrl-C ends the wait.",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    begun = time.monotonic()
+    while not files_of(folder):
+        if seconds is not None and time.monotonic() - begun >= seconds:
+            raise ValueError(f"no run has written into {folder} within {seconds:g} s; --wait SECONDS waits longer.{beside}")
+        time.sleep(0.5 if seconds is None else min(0.5, seconds))
+
+
+def _runs_beside(folder: Path) -> list[Path]:
+    """Folders with records whose name is like this one's, the most alike first."""
+    try:
+        runs = {one.name: one for one in folder.absolute().parent.iterdir() if one.is_dir() and files_of(one)}
+    except OSError:
+        return []
+    return [folder.with_name(name) for name in difflib.get_close_matches(folder.name, runs, 3, 0.5)] if folder.name else []
 
 
 def picture(records: list[RankRecord]) -> Group:

@@ -15,9 +15,17 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.2; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 .verdict { background: #f2f6fa; border-left: 4px solid #0072b2; padding: .75rem 1rem; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } .small { color: #555; font-size: .85rem; overflow-wrap: anywhere; }
+.small { color: #555; font-size: .85rem; overflow-wrap: anywhere; }
+/* A table may be wider than the text, up to the window. Beyond that it scrolls: a bar, and a shadow where more is, show it. */
+.wide { position: relative; left: 50%; transform: translateX(-50%); width: fit-content; overflow-x: auto;
+  min-width: 100%; max-width: max(100%, 100vw - 4rem); scrollbar-color: #767676 #eee;
+  background: linear-gradient(to right, #fff 40%, transparent) 0 0 / 3rem 100% no-repeat local,
+    linear-gradient(to left, #fff 40%, transparent) 100% 0 / 3rem 100% no-repeat local,
+    linear-gradient(to right, #bbb, transparent) 0 0 / .7rem 100% no-repeat scroll,
+    linear-gradient(to left, #bbb, transparent) 100% 0 / .7rem 100% no-repeat scroll; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }
+th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 11rem; overflow-wrap: anywhere; }
 .chart { height: 26rem; }
 """
@@ -95,7 +103,7 @@ def document(
 <body>
 <h1>{html.escape(title)}</h1>
 <p class="verdict">{html.escape(lead)}</p>
-<div class="wide">{_table(table)}</div>
+<div class="wide" tabindex="0">{_table(table)}</div>
 {small(legend)}
 {drawn}
 {small(note)}

@@ -19,7 +19,7 @@ def page(record: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return document(
         f"a probe of {title(record)}",
-        " ".join([lead, *(text for text in more if text.startswith("SLOW"))]),
+        " ".join([lead, *(text for text in more if text.startswith(("SLOW", "WARNING")))]),
         [COLUMNS, *lines(record)],
         LEGEND,
         {_heading(record, *key): figure(record, *key) for key in groups(record)},

@@ -13,8 +13,10 @@ COLUMNS = ["collective", "ranks", "at once", "latency", "from - to", "rate", "fr
 LEGEND = (
     "A collective takes latency + bytes / rate, where the bytes are those that each rank must put on the cable. from - to: the "
     "same fit to the lower and to the upper quartiles of the repeats. off by: the median difference between fit and "
-    "measurement; at most: the largest. at once: so many were outstanding, and the time is that of all, divided by how many."
+    "measurement; at most: the largest; 15x: one is 15 times the other. "
+    "at once: so many were outstanding, and the time is that of all, divided by how many."
 )
+LARGE_BYTES, FAR_OFF = 10**6, 2.0  # a warning where a message of so many bytes is off by more than this factor
 
 Record = Mapping[str, Any]
 
@@ -72,8 +74,8 @@ def lines(record: Record) -> list[list[str]]:
                 f"{_time(fit['alpha_range'][0])} - {_time(fit['alpha_range'][1])}",
                 rate(fit["seconds_per_byte"]),
                 f"{rate(slow)} - {rate(fast)}",
-                f"{fit['error']:.0%}",
-                f"{fit['worst_error']:.0%}",
+                off_by(fit["error"]),
+                off_by(fit["worst_error"]),
                 f"{human(min(sizes))} - {human(max(sizes))}" if sizes else "",
             ]
         )
@@ -90,6 +92,7 @@ def findings(record: Record) -> list[str]:
     if record["delay_seconds"]:
         found.append(f"Delay: {_time(record['delay_seconds'])} one way, half of the shortest round trip between hosts.")
     found += [f"SLOW: {text}." for text in record["slow"]]
+    found += far_off(record)
     if record["slow_downs"]:
         parts = ", ".join(f"{kind} {share:.2f}" for kind, share in record["slow_downs"].items())
         found.append(f"Compute beside a collective takes longer, for each second of it by so many seconds: {parts}.")
@@ -102,6 +105,37 @@ def findings(record: Record) -> list[str]:
         f"It took {record['seconds']:.1f} s of {record['asked_seconds']:g}, and each rank sent {human(record['wire_bytes'])}."
     )
     return found
+
+
+def far_off(record: Record) -> list[str]:
+    """Warnings of large messages that the fitted line does not fit: one for each kind, of the time that is furthest off."""
+    found = []
+    for fit in record["fits"]:
+        if fit["in_flight"] != 1:  # the cost model does not use others
+            continue
+        same = [each for each in record["samples"] if all(each[key] == fit[key] for key in ("kind", "ranks", "in_flight"))]
+        ratios = [
+            (each["seconds"] / (fit["alpha_seconds"] + fit["seconds_per_byte"] * each["wire_bytes"]), each["wire_bytes"])
+            for each in same
+            if each["wire_bytes"] >= LARGE_BYTES
+        ]
+        ratio, size = max(ratios, key=lambda one: max(one[0], 1 / one[0]), default=(1.0, 0))
+        if max(ratio, 1 / ratio) > FAR_OFF:
+            times = f"{ratio:.2g} times as long as" if ratio > 1 else f"1/{1 / ratio:.2g} of what"
+            found.append(
+                f"WARNING: {fit['kind']} of {human(size)} among {fit['ranks']} ranks took {times} the fitted line says. Don't "
+                "rely on its times of large messages; measure again while nothing else runs, or with more --seconds."
+            )
+    return found
+
+
+def off_by(error: float) -> str:
+    """How far a line is off: as a share, or as a factor where it is more than twice.
+
+    >>> off_by(0.3), off_by(1.0), off_by(14.0)
+    ('30%', '100%', '15x')
+    """
+    return f"{error:.0%}" if error <= 1 else f"{1 + error:.2g}x"
 
 
 def bits(bits_per_second: float) -> str:

@@ -14,8 +14,8 @@ LEGEND = (
     "val loss: of the averaged model on held-out data, and against ddp(); diverged: it is no finite number. spread: of the "
     "loss, over seeds, or with one seed over the last looks of its curve. Bytes: what one worker must "
     "put on the cable in a step: counted, predicted on meta tensors, and as the kernel counted on its interface. "
-    "step: of the timed ones, without the first five; bytes are of all. model: the same, as the cost model predicted it before "
-    "the run. speed: against ddp(). limit: share of the step rate "
+    "step: of the timed ones, without the first five; bytes are of all; both include a strategy's warm-up. model: the same, as "
+    "the cost model predicted it before the run. speed: against ddp(). limit: share of the step rate "
     "of silent(), which never communicates; noise: it came out faster than that, which is the machine's noise. to ddp loss: "
     "seconds until the final loss of ddp() with the same seed, to 0.1 %, is reached and kept."
 )

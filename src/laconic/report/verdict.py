@@ -1,13 +1,16 @@
 """A comparison in words: what to take, and what that rests on."""
 
 import math
+import re
 import statistics
 
 from laconic.report.comparison_records import Results
 from laconic.report.summary import BASE, LIMIT, TOO_FAST, Row, above, interval_ms, rows
 
-GOOD = 0.02  # losses that differ by no more than this share are as good as each other
+GOOD = 0.02  # a loss above ddp()'s by no more than this share is as good as it
+WIDEST = 0.05  # nor, however noisy ddp() itself is, one above it by more than this
 NOTHING_APART = 0.005  # where a run without communication is so near to the best, averaging did not matter
+LONGER = 4  # times as many steps are proposed where a comparison was too short
 NOTHING = 0.02  # a difference between two step times that is no more than this share is none
 
 
@@ -28,12 +31,25 @@ def verdict(results: Results) -> str:
     predicted = " Speeds are PREDICTED for that link." if results.link_note else ""
     if results.link_note and results.seconds is not None:
         predicted = " Steps and losses are of the time without that link, speeds are PREDICTED for it."
-    hint = "" if base.seeds > 1 else f" One seed: a hint, not a verdict.{_command(results)}"
-    return f"{choice} Measured on {measured}.{predicted}{hint}"
+    if results.seconds is None and _tell_nothing(base, limit):
+        steps = f"--steps {LONGER * base.steps:.0f}"
+        again = (
+            f" Run it for longer:\n{re.sub('--steps [0-9]+', steps, results.command)}" if results.command else f" Give {steps}."
+        )
+    else:
+        again = "" if base.seeds > 1 else f" One seed: a hint, not a verdict.{_command(results)}"
+    return f"{choice} Measured on {measured}.{predicted}{again}"
 
 
 def _command(results: Results) -> str:
     return f" For three seeds:\n{results.command} --seeds 3 --resume" if results.command else " Give --seeds 3."
+
+
+def _tell_nothing(base: Row, limit: Row | None) -> bool:
+    """Whether a run that never communicates ended as low as ddp()."""
+    if base.loss is None or limit is None or limit.loss is None:
+        return False
+    return limit.loss <= above(base.loss, tolerance(base))
 
 
 def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
@@ -50,7 +66,7 @@ def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) ->
         return f"Stay with {BASE}: all others diverged."
     best = min(sane, key=lambda row: row.loss or 0.0)
     assert best.loss is not None
-    cut = cut_off(base, best)
+    cut = noise_of(base, best)
     then = (
         "" if best.at_equal_steps is None else f"; at equal steps, its loss is {_change(best.at_equal_steps)} against {BASE}'s"
     )
@@ -80,12 +96,14 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
     sane = [row for row in others if row.loss is not None]
     if base.loss is None:
         return _nothing_to_choose(base, sane)
-    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, cut_off(base, row))]
+    within = tolerance(base)
+    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, within)]
+    untold = _tell_nothing(base, limit)
     if not good:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
-        within = max([cut_off(base, row) for row in sane], default=GOOD)
-        return f"No strategy came within {_percent(within)} of {BASE}'s loss of {base.loss:.4f}; {rest}."
+        none = f"No strategy came within {_percent(within)} of {BASE}'s loss of {base.loss:.4f}; {rest}."
+        return f"{_too_short(base, within)} {none}" if untold else none
     best = min(good, key=lambda row: row.link_ms)
     assert best.loss is not None
     facts = (
@@ -93,24 +111,33 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
         f"its bytes and {base.link_ms / best.link_ms:.2g} times its speed{_share(best)}."
     )
     noise = max(NOTHING, 2 * math.hypot(best.noise_ms, base.noise_ms) / base.link_ms)
+    if untold:
+        return f"{_too_short(base, within)} By speed alone, {best.strategy} is the fastest that came so near: {facts}"
     if best.link_ms < (1 - noise) * base.link_ms:
-        advice = f"Take {best.strategy}: {facts}"
-    else:
-        advice = (
-            f"Stay with {BASE}: none that comes within {_percent(cut_off(base, best))} of its loss is faster by more than the "
-            f"noise, {noise:.0%}. The fastest of them is {best.strategy}: {facts}"
-        )
-    if limit is not None and limit.loss is not None and limit.loss <= above(base.loss, cut_off(base, limit)):
-        return (
-            f"The losses tell nothing apart: {LIMIT}, whose replicas never communicate, ended within "
-            f"{_percent(cut_off(base, limit))} of {BASE}, too, so this was too short; give more --steps. "
-            f"By speed alone: {advice}"
-        )
-    return advice
+        return f"Take {best.strategy}: {facts}"
+    return (
+        f"Stay with {BASE}: none that comes within {_percent(within)} of its loss is faster by more than the "
+        f"noise, {noise:.0%}. The fastest of them is {best.strategy}: {facts}"
+    )
 
 
-def cut_off(base: Row, row: Row) -> float:
-    """A difference between two losses, as a share, that is none: 2 %, or the spread of either where that is more."""
+def _too_short(base: Row, within: float) -> str:
+    return (
+        f"No recommendation: the losses tell nothing apart. {LIMIT}, whose replicas never communicate, ended within "
+        f"{_percent(within)} of {BASE}, too, so this was too short."
+    )
+
+
+def tolerance(base: Row) -> float:
+    """How far above ddp()'s a loss may be, as a share, to be as good: by ddp()'s own noise alone.
+
+    A strategy's own spread is no excuse: the wilder its curve was, the more easily its loss would pass.
+    """
+    return min(WIDEST, max(GOOD, base.loss_spread or 0.0))
+
+
+def noise_of(base: Row, row: Row) -> float:
+    """By how much a loss must be below ddp()'s, as a share, to be lower: by more than the spread of either."""
     return max(GOOD, base.loss_spread or 0.0, row.loss_spread or 0.0)
 
 

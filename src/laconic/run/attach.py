@@ -108,9 +108,11 @@ def check_replicas(run: Run) -> None:
     Every rank raises a ReplicaError that names the first tensor that differs and the ranks in the minority.
 
     >>> import torch, laconic
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
-    >>> with laconic.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "diloco(2)") as run:
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with laconic.attach(model, optimizer, "diloco(2)") as run:
     ...     laconic.check_replicas(run)
     >>> torch.distributed.destroy_process_group()
     """

@@ -39,7 +39,8 @@ class Run:
 
     >>> import torch, laconic
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> with laconic.attach(model, optimizer, "powersgd(rank=1, warmup=1)") as run:

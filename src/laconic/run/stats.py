@@ -111,7 +111,10 @@ class Stats:
         that was saved before states had these counts: then those since. Default 0.
 
     >>> import laconic
-    >>> stats = laconic.Stats(2, 2, 0, 4, 800, 600, 0.1, 0, 0, 0.0, {"AllReduce": 600}, {"AllReduce": 4}, counted_steps=2)
+    >>> sent, launched = {"AllReduce": 600}, {"AllReduce": 4}
+    >>> stats = laconic.Stats(
+    ...     2, 2, 0, 4, 800, 600, 0.1, 0, 0, 0.0, sent, launched, counted_steps=2
+    ... )
     >>> stats.wire_bytes_per_step
     300.0
     """

@@ -20,6 +20,7 @@ from laconic.script.messages import log
 from laconic.strategies.parsing import strategy as read
 
 WORKER, MIN_REPLICAS, BIND = "LACONIC_WORKER", "LACONIC_MIN_REPLICAS", "LACONIC_BIND"
+START_WITH = "LACONIC_START_WITH"
 
 
 class ElasticAuto:
@@ -50,7 +51,8 @@ class ElasticAuto:
         assert isinstance(ddp, DistributedDataParallel)
         membership = Membership(name=os.environ.get(WORKER), bind=os.environ.get(BIND, LOOPBACK))
         optimizers = [one for one in over if id(one) not in inner]
-        run = attach(ddp.module, optimizers, self.strategy, membership, min_replicas=int(os.environ.get(MIN_REPLICAS, "1")))
+        run = attach(ddp.module, optimizers, self.strategy, membership, min_replicas=int(os.environ.get(MIN_REPLICAS, "1")),
+                     start_with=int(os.environ.get(START_WITH, "1")))  # fmt: skip
         self.run = run.__enter__()  # SIGTERM: it leaves after the step
         log(
             f"worker {membership.name} trains by {self.strategy} from step {run.step} on, with {', '.join(run.stats().workers)}"

@@ -13,7 +13,7 @@ from types import FrameType
 
 from laconic.elastic import lighthouse
 from laconic.elastic.membership import LIGHTHOUSE, LOOPBACK, listening
-from laconic.script.elastic_auto import BIND, MIN_REPLICAS, WORKER
+from laconic.script.elastic_auto import BIND, MIN_REPLICAS, START_WITH, WORKER
 
 POLL_SECONDS, LEAVE_SECONDS = 0.2, 40.0
 PAUSE_SECONDS = 1.0  # before a worker is started again; doubled each time
@@ -57,6 +57,7 @@ def run_workers(plan: Plan) -> int:
             "machines nobody can join; give this machine's address by --bind, or a --lighthouse of others"
         )
     listening(plan.bind).close()  # an error, if this machine has no such address
+    own = not address
     with ExitStack() as stack:
         if not address:
             host = f"[{plan.bind}]" if ":" in plan.bind else plan.bind
@@ -74,6 +75,7 @@ def run_workers(plan: Plan) -> int:
             "LACONIC_ELASTIC": "1",
             MIN_REPLICAS: str(plan.min_replicas),
             BIND: plan.bind,
+            START_WITH: str(plan.workers if own else 1),
         }
         workers = [_Worker(f"{socket.gethostname()}-{number}") for number in range(plan.workers)]
         stopping = stack.enter_context(_stopping())
@@ -101,6 +103,11 @@ def _supervise(plan: Plan, workers: Sequence[_Worker], environment: Mapping[str,
             worker.codes.append(code if code >= 0 else 128 - code)
             if code == 0:
                 worker.code = 0
+            elif any(other.code == 0 for other in workers):
+                worker.code = worker.codes[-1]
+                _say(
+                    f"worker {worker.name} ended with {worker.code}, after others were done; it is not started again"
+                )
             elif worker.restarts < plan.max_restarts:
                 pause = PAUSE_SECONDS * 2**worker.restarts
                 worker.restarts += 1

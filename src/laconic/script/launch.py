@@ -1,6 +1,7 @@
 """`laconic run`: torchrun with a strategy, for a script that stays as it is."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ def measure(arguments: Sequence[str], file: Path) -> int:
 
 def options(arguments: Sequence[str]) -> Any:
     """As torchrun reads them. What it refuses is an error in a line, without a list of all its options."""
+    return _parser().parse_args(list(arguments))
+
+
+def _parser() -> Any:
+    """torchrun's, which says what is wrong by a ValueError."""
     from torch.distributed.run import get_args_parser
 
     def refuse(message: str) -> NoReturn:
@@ -47,7 +53,28 @@ def options(arguments: Sequence[str]) -> Any:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    return parser.parse_args(list(arguments))
+    return parser
+
+
+def takes_value(word: str, following: Sequence[str]) -> bool | None:
+    """Whether torchrun takes the word that follows one of its options as its value; None: it has no such option.
+
+    >>> takes_value("--nproc-per-node", ["2"]), takes_value("--nproc-per-node=2", ["a.py"]), takes_value("--strateg", ["x"])
+    (True, False, None)
+    """
+    value = next((one for one in following if not one.startswith("-")), "1")
+    parsed, unknown = _parser().parse_known_args([word, value, "script of nobody"])
+    return None if unknown else bool(parsed.training_script == "script of nobody")
+
+
+def option_names() -> list[str]:
+    """Of torchrun's options, the long names with hyphens."""
+    return sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", _parser().format_usage())))
+
+
+def check_script(arguments: Sequence[str]) -> None:
+    """Refuse a script that isn't there."""
+    _check_script(options(arguments))
 
 
 def _check_script(parsed: Any) -> None:

@@ -110,7 +110,8 @@ def int8(*, warmup: int = 0) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.int8(), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 1.008n
+    >>> # about 2(N-1)/N * 1.008n
+    >>> laconic.predict(laconic.int8(), layer, world_size=4).wire_bytes
     1511736
     """
     return Strategy(_warmed(warmup, Quantized(8)), routes.world())
@@ -131,7 +132,8 @@ def int4(*, warmup: int = 0) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.int4(), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 0.531n
+    >>> # about 2(N-1)/N * 0.531n
+    >>> laconic.predict(laconic.int4(), layer, world_size=4).wire_bytes
     796896
     """
     return Strategy(_warmed(warmup, ErrorFeedback(Quantized(4))), routes.world())
@@ -152,7 +154,8 @@ def fp8(*, warmup: int = 0) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.fp8(), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 1.008n
+    >>> # about 2(N-1)/N * 1.008n
+    >>> laconic.predict(laconic.fp8(), layer, world_size=4).wire_bytes
     1511736
     """
     return Strategy(_warmed(warmup, Float8()), routes.world())
@@ -176,7 +179,8 @@ def powersgd(*, rank: int = 4, warmup: int = 10) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.powersgd(rank=4), layer, world_size=4).wire_bytes  # 2(N-1)/N * 4 * 4 * 2000
+    >>> # 2(N-1)/N * 4 * 4 * 2000
+    >>> laconic.predict(laconic.powersgd(rank=4), layer, world_size=4).wire_bytes
     48000
     """
     return Strategy(_warmed(warmup, ErrorFeedback(PowerSGD(rank))), routes.world())
@@ -199,7 +203,8 @@ def sign(*, warmup: int = 10) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.sign(), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 0.1875n
+    >>> # about 2(N-1)/N * 0.1875n
+    >>> laconic.predict(laconic.sign(), layer, world_size=4).wire_bytes
     281280
     """
     return Strategy(_warmed(warmup, ErrorFeedback(Sign())), routes.world())
@@ -223,7 +228,8 @@ def topk(*, ratio: float = 0.01, warmup: int = 10) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.topk(ratio=0.01), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 0.06n
+    >>> # about 2(N-1)/N * 0.06n
+    >>> laconic.predict(laconic.topk(ratio=0.01), layer, world_size=4).wire_bytes
     91488
     """
     return Strategy(_warmed(warmup, ErrorFeedback(TopK(ratio))), routes.world())
@@ -247,7 +253,8 @@ def randomk(*, ratio: float = 0.05, warmup: int = 10) -> Strategy:
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.randomk(ratio=0.05), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 0.2n
+    >>> # about 2(N-1)/N * 0.2n
+    >>> laconic.predict(laconic.randomk(ratio=0.05), layer, world_size=4).wire_bytes
     300006
     """
     return Strategy(_warmed(warmup, ErrorFeedback(RandomK(ratio))), routes.world())
@@ -282,7 +289,8 @@ def onebit_adam(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.onebit_adam(warmup=0), layer, world_size=4).wire_bytes  # about 2(N-1)/N * 0.141n
+    >>> # about 2(N-1)/N * 0.141n
+    >>> laconic.predict(laconic.onebit_adam(warmup=0), layer, world_size=4).wire_bytes
     210960
     """
     return Strategy(_warmed(warmup, Momentum(reducer, beta), warmup_reducer), routes.world(), second_moment="slow")

@@ -59,7 +59,8 @@ def local_sgd(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.local_sgd(16), layer, world_size=4).wire_bytes_per_step  # 2(N-1)/N * 4n / 16
+    >>> # 2(N-1)/N * 4n / 16
+    >>> laconic.predict(laconic.local_sgd(16), layer, world_size=4).wire_bytes_per_step
     375000.0
     >>> str(laconic.local_sgd(laconic.QSR(4, 0.02), warmup=100))
     'local_sgd(period=QSR(base=4, alpha=0.02), warmup=100)'
@@ -105,9 +106,12 @@ def post_local_sgd(
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
     >>> strategy = laconic.post_local_sgd(warmup=100, period=16)
-    >>> laconic.predict(strategy, layer, world_size=4, step=0, steps=100).wire_bytes_per_step
+    >>> laconic.predict(
+    ...     strategy, layer, world_size=4, step=0, steps=100
+    ... ).wire_bytes_per_step
     6000000.0
-    >>> laconic.predict(strategy, layer, world_size=4).wire_bytes_per_step  # after the warm-up, all ranks on one node
+    >>> # after the warm-up, all ranks on one node
+    >>> laconic.predict(strategy, layer, world_size=4).wire_bytes_per_step
     375000.0
     """
     if subgroup is not None and not isinstance(subgroup, str):
@@ -149,8 +153,10 @@ def hierarchical_sgd(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> strategy = laconic.hierarchical_sgd({4: 2, 16: 8})  # pairs every 4 steps, all 8 ranks every 16
-    >>> laconic.predict(strategy, layer, world_size=8).wire_bytes  # of 16 steps: 3 * 4n and 2 * 7/8 * 4n
+    >>> # pairs every 4 steps, all 8 ranks every 16
+    >>> strategy = laconic.hierarchical_sgd({4: 2, 16: 8})
+    >>> # of 16 steps: 3 * 4n and 2 * 7/8 * 4n
+    >>> laconic.predict(strategy, layer, world_size=8).wire_bytes
     19000000
     """
     if not isinstance(reducer, Exact):
@@ -207,7 +213,8 @@ def local_adam(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.local_adam(), layer, world_size=4).wire_bytes_per_step  # after the warm-up; ddp() sends 6000000
+    >>> # after the warm-up; ddp() sends 6000000
+    >>> laconic.predict(laconic.local_adam(), layer, world_size=4).wire_bytes_per_step
     93313.5
     """
     schedule = schedule_of(period, warmup)

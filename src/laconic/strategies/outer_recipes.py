@@ -57,7 +57,8 @@ def slowmo(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.slowmo(12), layer, world_size=4).wire_bytes_per_step  # 2(N-1)/N * 4n / 12
+    >>> # 2(N-1)/N * 4n / 12
+    >>> laconic.predict(laconic.slowmo(12), layer, world_size=4).wire_bytes_per_step
     500000.0
     """
     chosen = chosen_outer(outer, SlowMo(beta, alpha), SlowMo(), "beta and alpha")
@@ -112,7 +113,8 @@ def diloco(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.diloco(32), layer, world_size=4).wire_bytes_per_step  # 2(N-1)/N * 4n / 32
+    >>> # 2(N-1)/N * 4n / 32
+    >>> laconic.predict(laconic.diloco(32), layer, world_size=4).wire_bytes_per_step
     187500.0
     >>> str(laconic.diloco(64, outer_momentum=0.9, reducer=laconic.Quantized(8)))
     'diloco(period=64, outer_momentum=0.9, reducer=Quantized(bits=8))'
@@ -175,7 +177,9 @@ def streaming_diloco(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.streaming_diloco(32, fragments=1), layer, world_size=4).wire_bytes_per_step
+    >>> laconic.predict(
+    ...     laconic.streaming_diloco(32, fragments=1), layer, world_size=4
+    ... ).wire_bytes_per_step
     47241.75
     """
     if isinstance(period, Schedule) and period.fixed_period is None:
@@ -232,7 +236,8 @@ def sparseloco(
 
     >>> import torch, laconic
     >>> layer = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-    >>> laconic.predict(laconic.sparseloco(30), layer, world_size=4).wire_bytes  # of 30 steps
+    >>> # of 30 steps
+    >>> laconic.predict(laconic.sparseloco(30), layer, world_size=4).wire_bytes
     43152
     """
     reducer = ErrorFeedback(TopK(ratio, values="2bit"), decay)

@@ -4,7 +4,7 @@ import ast
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -20,6 +20,20 @@ from laconic.strategies.strategy import COMPOSITES, Advised, Averaging, Deltas, 
 # A string; a class where it is to be found; a part that has no name, as `render` writes it; white space.
 _STRING = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 _PLACE = r"[^\W\d][\w.]*:[^\W\d][\w.]*"
+# Parts by the word in an argument's annotation; and what stands in an example of a call, by argument or by that word.
+_PARTS = {kind.__name__: kind for kind in (*PARTS, *COMPOSITES)}
+_EXAMPLES = {
+    "legs": "((Every(16), 'world'),)",
+    "optimizer": "torch.optim.adam:Adam",
+    "base": "4",
+    "alpha": "0.02",
+    "Reducer": "TopK()",
+    "Outer": "Nesterov()",
+    "Schedule": "Every(16)",
+    "Route": "Route(((Every(16), 'world'),))",
+    "int": "100",
+    "float": "0.1",
+}
 _PIECES = re.compile(rf"(?P<string>{_STRING})|(?P<place>{_PLACE})|(?P<nameless><)|(?P<space>\s+)")
 
 
@@ -94,6 +108,7 @@ class _Reader:
     def __init__(self, text: str, trusted: bool) -> None:
         self.text, self.trusted = text, trusted
         self.path: list[str] = []  # the calls and arguments that are being read
+        self.fits: list[tuple[type, ...]] = []  # of each of these arguments, the parts that it takes; none: unknown
         composites = {composite.__name__: composite for composite in COMPOSITES}
         self.known: dict[str, Callable[..., object]] = {**known(), **composites, **recipes()}
 
@@ -124,9 +139,10 @@ class _Reader:
         """What is called, and the name of it."""
         if isinstance(node, ast.Name):
             if node.id not in self.known:
-                # In an argument only parts make sense, and elsewhere only strategies: the suggestion is the one that is meant.
-                wanted = {name for name in self.known if (name in recipes() or name == Strategy.__name__) != bool(self.path)}
-                raise self.error(node, f"unknown name {node.id!r}{nearest(node.id, wanted)}")
+                hint = nearest(node.id, self.suggested())
+                if self.path:
+                    hint += f"{' For' if hint.endswith('?') else '; for'} a class of your own write module:{node.id}()"
+                raise self.error(node, f"unknown name {node.id!r}{hint}")
             return node.id, self.known[node.id]
         place = ast.get_source_segment(self.text, node) or ""
         module, _, path = place.partition(":")
@@ -136,6 +152,18 @@ class _Reader:
             return path, imported(module, path, trusted=self.trusted)
         except ValueError as error:
             raise self.error(node, str(error)) from error
+
+    def suggested(self) -> set[str]:
+        """The names that make sense here: in an argument the parts that it takes, and elsewhere strategies."""
+        strategies = {*recipes(), Strategy.__name__}
+        if not self.path:
+            return strategies
+        fits = self.fits[-1]
+        return {
+            name
+            for name, kind in self.known.items()
+            if name not in strategies and (not fits or (isinstance(kind, type) and issubclass(kind, fits)))
+        }
 
     def call(self, node: ast.Name | ast.Attribute, args: list[ast.expr], keywords: list[ast.keyword]) -> object:
         name, target = self.named(node)
@@ -148,20 +176,31 @@ class _Reader:
                 raise self.error(keyword, f"{name} has no {keyword.arg!r}{nearest(str(keyword.arg), parameters)}")
             if keyword.arg in named:
                 raise self.error(keyword, f"{keyword.arg!r} is given twice")
-            named[keyword.arg] = self.argument(name, keyword.arg, keyword.value)
-        words = [*parameters, *(f"argument {n + 1}" for n in range(len(parameters), len(args)))]
-        positional = [self.argument(name, word, arg) for word, arg in zip(words, args, strict=False)]
+            named[keyword.arg] = self.argument(name, parameters[keyword.arg], keyword.value)
+        places = [one for one in parameters.values() if one.kind is not one.KEYWORD_ONLY]
+        if len(args) > len(places):
+            names = f"; write the arguments with their names, which are {', '.join(parameters)}" if parameters else ""
+            raise self.error(args[len(places)], f"{name}: too many positional arguments, {len(args)}{names}")
+        if twice := [one.name for one in places[: len(args)] if one.name in named]:
+            raise self.error(node, f"{twice[0]!r} is given twice")
+        given = {*named, *(one.name for one in places[: len(args)])}
+        if missing := [one for one in parameters.values() if one.default is one.empty and one.name not in given]:
+            needed = " and ".join(one.name for one in missing)
+            raise self.error(node, f"{name} needs {needed}, such as {_example(name, parameters)}")
+        positional = [self.argument(name, place, arg) for place, arg in zip(places, args, strict=False)]
         try:
             with speaking_for(name):
                 return target(*positional, **named)
         except (TypeError, ValueError) as error:
             raise self.error(node, str(error)) from None
 
-    def argument(self, owner: str, word: str, value: ast.expr) -> object:
+    def argument(self, owner: str, place: inspect.Parameter, value: ast.expr) -> object:
         """One argument of a call; what is wrong inside is said to be in it."""
-        self.path.append(f"{owner}: {word}: ")
+        self.path.append(f"{owner}: {place.name}: ")
+        self.fits.append(tuple(_PARTS[word] for word in _words(place) if word in _PARTS))
         found = self.read(value)
         self.path.pop()
+        self.fits.pop()
         return found
 
     def error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
@@ -169,6 +208,23 @@ class _Reader:
         text = self.text.encode()  # ast counts bytes
         start, width = len(text[: node.col_offset].decode()), len(text[node.col_offset : node.end_col_offset].decode())
         return ValueError(f"{''.join(self.path)}{message}\n  {self.text}\n  {' ' * start}{'^' * max(width, 1)}")
+
+
+def _words(place: inspect.Parameter) -> list[str]:
+    """The names in an argument's annotation, which may be a text."""
+    annotation = place.annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.findall(r"(?:\w+\.)*(\w+)", text)
+
+
+def _example(name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """A call with what it needs and nothing more."""
+    shown = []
+    for place in parameters.values():
+        if place.default is place.empty:
+            value = next((_EXAMPLES[word] for word in (place.name, *_words(place)) if word in _EXAMPLES), "...")
+            shown.append(f"{place.name}={value}" if place.kind is place.KEYWORD_ONLY else value)
+    return f"{name}({', '.join(shown)})"
 
 
 def _is_optimizer(thing: object) -> bool:

@@ -44,7 +44,9 @@ class Deltas:
         there have been eight; None: skip none. Default None.
 
     >>> import laconic
-    >>> laconic.diloco(64).averaging.deltas == laconic.Deltas(laconic.Nesterov(0.7, 0.6), laconic.Exact())
+    >>> laconic.diloco(64).averaging.deltas == laconic.Deltas(
+    ...     laconic.Nesterov(0.7, 0.6), laconic.Exact()
+    ... )
     True
     """
 

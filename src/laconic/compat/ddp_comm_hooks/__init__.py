@@ -93,7 +93,8 @@ def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: DistributedDa
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp)
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -117,10 +118,15 @@ def as_hook(
     >>> from functools import partial
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks import as_hook
-    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import (
+    ...     quantization_perchannel_hook,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
-    >>> ddp.register_comm_hook(None, as_hook(partial(quantization_perchannel_hook, bucket_size=128)))
+    >>> ddp.register_comm_hook(
+    ...     None, as_hook(partial(quantization_perchannel_hook, bucket_size=128))
+    ... )
     >>> ddp(torch.ones(8, 4)).sum().backward()
     >>> torch.distributed.destroy_process_group()
     """

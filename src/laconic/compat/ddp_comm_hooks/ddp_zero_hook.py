@@ -69,10 +69,13 @@ def hook_with_zero_step(
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
     >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
     >>> start = ddp.module.weight.detach().clone()
-    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125)
+    >>> zero = ZeroRedundancyOptimizer(
+    ...     ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125
+    ... )
     >>> ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
     >>> for batch in torch.ones(4, 8, 4):  # the third and the fourth update
     ...     zero.zero_grad()
@@ -111,13 +114,20 @@ def hook_with_zero_step_interleaved(
     >>> import torch
     >>> from torch.distributed.optim import ZeroRedundancyOptimizer
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step_interleaved
+    >>> from laconic.compat.ddp_comm_hooks.ddp_zero_hook import (
+    ...     hook_with_zero_step_interleaved,
+    ... )
     >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
     >>> start = ddp.module.weight.detach().clone()
-    >>> zero = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125)
-    >>> ddp.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero))
+    >>> zero = ZeroRedundancyOptimizer(
+    ...     ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.125
+    ... )
+    >>> ddp.register_comm_hook(
+    ...     None, hook_with_zero_step_interleaved(allreduce_hook, ddp, zero)
+    ... )
     >>> for batch in torch.ones(4, 8, 4):  # the third and the fourth update
     ...     zero.zero_grad()
     ...     ddp(batch).sum().backward()

@@ -24,7 +24,8 @@ def noop_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.debugging_hooks import noop_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, noop_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()

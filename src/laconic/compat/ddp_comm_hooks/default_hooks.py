@@ -40,7 +40,8 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: dist.GradBuc
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, allreduce_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -67,7 +68,8 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.Gra
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.default_hooks import fp16_compress_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, fp16_compress_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -92,7 +94,8 @@ def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: dist.Gra
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.default_hooks import bf16_compress_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, bf16_compress_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -117,8 +120,12 @@ def fp16_compress_wrapper(
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import (
+    ...     allreduce_hook,
+    ...     fp16_compress_wrapper,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, fp16_compress_wrapper(allreduce_hook))
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -143,8 +150,12 @@ def bf16_compress_wrapper(
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_wrapper
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.ddp_comm_hooks.default_hooks import (
+    ...     allreduce_hook,
+    ...     bf16_compress_wrapper,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, bf16_compress_wrapper(allreduce_hook))
     >>> ddp(torch.ones(8, 4)).sum().backward()

@@ -144,9 +144,14 @@ def post_localSGD_hook(  # noqa: N802  # torch's name
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(4, 2)), PostLocalSGDState(None, None, start_localSGD_iter=100)
+    >>> from laconic.compat.ddp_comm_hooks.post_localSGD_hook import (
+    ...     PostLocalSGDState,
+    ...     post_localSGD_hook,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
+    >>> state = PostLocalSGDState(None, None, start_localSGD_iter=100)
     >>> ddp.register_comm_hook(state, post_localSGD_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()
     >>> state.iter

@@ -312,8 +312,10 @@ def powerSGD_hook(  # noqa: N802  # torch's name
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
     >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(64, 64)), PowerSGDState(None, start_powerSGD_iter=2)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    >>> state = PowerSGDState(None, start_powerSGD_iter=2)
     >>> ddp.register_comm_hook(state, powerSGD_hook)
     >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     >>> for batch in torch.ones(3, 8, 64):
@@ -347,9 +349,14 @@ def batched_powerSGD_hook(  # noqa: N802  # torch's name
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> ddp, state = DistributedDataParallel(torch.nn.Linear(64, 64)), PowerSGDState(None, start_powerSGD_iter=2)
+    >>> from laconic.compat.ddp_comm_hooks.powerSGD_hook import (
+    ...     PowerSGDState,
+    ...     batched_powerSGD_hook,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> ddp = DistributedDataParallel(torch.nn.Linear(64, 64))
+    >>> state = PowerSGDState(None, start_powerSGD_iter=2)
     >>> ddp.register_comm_hook(state, batched_powerSGD_hook)
     >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     >>> for batch in torch.ones(3, 8, 64):

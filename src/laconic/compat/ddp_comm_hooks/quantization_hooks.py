@@ -39,8 +39,11 @@ def quantization_pertensor_hook(
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import quantization_pertensor_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import (
+    ...     quantization_pertensor_hook,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> ddp.register_comm_hook(None, quantization_pertensor_hook)
     >>> ddp(torch.ones(8, 4)).sum().backward()
@@ -72,12 +75,17 @@ def quantization_perchannel_hook(
 
     >>> import torch
     >>> from torch.nn.parallel import DistributedDataParallel
-    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import quantization_perchannel_hook
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.ddp_comm_hooks.quantization_hooks import (
+    ...     quantization_perchannel_hook,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> ddp = DistributedDataParallel(torch.nn.Linear(4, 2))
     >>> from functools import partial
     >>> from laconic.compat.ddp_comm_hooks import as_hook
-    >>> ddp.register_comm_hook(None, as_hook(partial(quantization_perchannel_hook, bucket_size=128)))
+    >>> ddp.register_comm_hook(
+    ...     None, as_hook(partial(quantization_perchannel_hook, bucket_size=128))
+    ... )
     >>> ddp(torch.ones(8, 4)).sum().backward()
     >>> ddp.module.bias.grad
     tensor([8., 8.])

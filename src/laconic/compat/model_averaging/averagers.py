@@ -43,7 +43,8 @@ class ModelAverager(ABC):
     ...         self.step += 1
     ...         if self.step in (1, 10, 100):
     ...             self._average(params, self.process_group)
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> averager = Seldom()
     >>> averager.average_parameters(torch.nn.Linear(4, 2).parameters())
     >>> averager.step
@@ -99,7 +100,8 @@ class PeriodicModelAverager(ModelAverager):
 
     >>> import torch
     >>> from laconic.compat.model_averaging.averagers import PeriodicModelAverager
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
     >>> averager = PeriodicModelAverager(period=4, warmup_steps=100)
     >>> averager.average_parameters(model.parameters())  # after optimizer.step()

@@ -52,10 +52,14 @@ class HierarchicalModelAverager(ModelAverager):
     Periods or sizes that make no sense are a ValueError.
 
     >>> import torch
-    >>> from laconic.compat.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.model_averaging.hierarchical_model_averager import (
+    ...     HierarchicalModelAverager,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> averager = HierarchicalModelAverager({4: 1}, warmup_steps=100)
-    >>> averager.average_parameters(torch.nn.Linear(4, 2).parameters())  # after optimizer.step()
+    >>> # after optimizer.step()
+    >>> averager.average_parameters(torch.nn.Linear(4, 2).parameters())
     >>> averager.step
     1
     >>> torch.distributed.destroy_process_group()

@@ -36,7 +36,8 @@ def average_parameters(params: Iterator[torch.nn.Parameter], process_group: dist
 
     >>> import torch
     >>> from laconic.compat.model_averaging.utils import average_parameters
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> average_parameters(torch.nn.Linear(4, 2).parameters(), None)
     >>> torch.distributed.destroy_process_group()
     """
@@ -87,10 +88,15 @@ def average_parameters_or_parameter_groups(
       `process_group`: the ranks to average over; None: all.
 
     >>> import torch
-    >>> from laconic.compat.model_averaging.utils import average_parameters_or_parameter_groups
-    >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    >>> from laconic.compat.model_averaging.utils import (
+    ...     average_parameters_or_parameter_groups,
+    ... )
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     >>> model = torch.nn.Linear(4, 2)
-    >>> average_parameters_or_parameter_groups(torch.optim.SGD(model.parameters()).param_groups, None)
+    >>> average_parameters_or_parameter_groups(
+    ...     torch.optim.SGD(model.parameters()).param_groups, None
+    ... )
     >>> torch.distributed.destroy_process_group()
     """
     average_parameters(iter(get_params_to_average(params)), process_group)
