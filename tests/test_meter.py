@@ -397,7 +397,7 @@ def test_a_folder_that_is_not_there_is_waited_for_in_words(tmp_path: Path) -> No
             break
         time.sleep(0.01)
     said = out.getvalue()
-    assert f"{folder} does not exist yet; waiting for a run to write there: laconic run --record {folder}" in said
+    assert f"{folder} does not exist yet; waiting 60 s for a run to write there: laconic run --record {folder}" in said
     folder.mkdir(parents=True)
     lines = [start_row(0, 1), STEP, {"kind": "end", "time": 0.0}]
     (tmp_path / "whole").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -124,9 +124,9 @@ def test_pages_are_for_git_hosts_and_become_what_the_site_takes() -> None:
     page = "Two things:\n- [one](a.py)\n- two\n\n```python\n>>> a = 1\n```\n```\n$ ls\n```\n"
     shown = part("plain_markdown", "for_site")(page, str.upper)
     assert shown == "TWO THINGS:\n\n- [ONE](A.PY)\n- TWO\n\n```pycon\n>>> a = 1\n```\n```console\n$ ls\n```\n"
-    inside = "- one\n\n  ```\n  a\n  ```\n\n  more\n- two\n"
+    inside = "- one\n\n  ```\n  a\n  ```\n\n  more\n  of it\n- two\n"
     shown = part("plain_markdown", "for_site")(inside, str.rstrip)
-    assert shown == "- one\n\n    ```text\n    a\n    ```\n\n    more\n- two\n", "what belongs to an item"
+    assert shown == "- one\n\n    ```text\n    a\n    ```\n\n    more\n  of it\n\n- two\n", "what belongs to an item"
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

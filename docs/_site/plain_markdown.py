@@ -22,7 +22,7 @@ Rewrite = Callable[[str], str]
 def for_site(text: str, prose: Rewrite) -> str:
     """A page as git hosts read it; `prose` is applied to each line outside of blocks of code."""
     out: list[str] = [""]
-    fence, pad, in_list = "", "", False
+    fence, pad, within, in_list = "", "", False, False
     lines = text.splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         mark = FENCE.match(line)
@@ -36,10 +36,11 @@ def for_site(text: str, prose: Rewrite) -> str:
             out.append(pad + line[: mark.end(1)] + language(mark[2], following))
             continue
         item = bool(ITEM.match(line))
-        starts = (item and not in_list) or (line.startswith("|") and not out[-1].startswith("|"))
+        starts = (item and (within or not in_list)) or (line.startswith("|") and not out[-1].startswith("|"))
         if starts and out[-1].strip():  # elsewhere these end a paragraph, in Python-Markdown they are a part of it
             out.append("")
         in_list = item or (in_list and (not line or line.startswith(" ") or bool(out[-1].strip())))
+        within = bool(pad) or (within and bool(line) and not item)  # a paragraph that belongs to an item
         out.append(pad + prose(line))
     return "\n".join(out[1:]) + "\n"
 

@@ -104,4 +104,8 @@ def test_a_mistake(arguments: list[str], wanted: str, tmp_path: Path, monkeypatc
     assert isinstance(done.exception, SystemExit), done.exception
     assert wanted in said
     assert len(done.stderr.splitlines()) <= 12, done.stderr
-    assert done.stdout.startswith("runs/fist does not exist yet; waiting for 0 s") if "--wait" in arguments else not done.stdout
+    assert (
+        done.stdout.startswith("runs/fist does not exist yet; waiting 0 s for a run")
+        if "--wait" in arguments
+        else not done.stdout
+    )

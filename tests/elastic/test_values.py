@@ -83,26 +83,30 @@ def uneven(rank: int, lighthouse: str, strategy: str, late: str) -> tuple[float,
     else:
         worker.steps(4)
         dist.barrier()
-        time.sleep(1)  # worker 1 has asked for its sync by then, and one of three is too few to go on
+        time.sleep(0.5)  # worker 1 asks first: the lighthouse doesn't wait for it where all of the last quorum are there
         worker.steps(4)
     found = worker.value, dict(worker.run.stats().weights), worker.run.stats().lost
     worker.end()
     return found
 
 
+ALL, WITHOUT = {"w0": 1.0, "w1": 1.0, "w2": 1.0}, {"w0": 1.5, "w1": 0.0, "w2": 1.5}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "late", "value", "weights"),
+    ("strategy", "late", "weights"),
     [
-        (DILOCO, "carry", 8.0, {"w0": 1.0, "w1": 1.0, "w2": 1.0}),  # the first sync's 4 steps, and 4 of each
-        (DILOCO, "drop", 8.0, {"w0": 1.5, "w1": 0.0, "w2": 1.5}),
-        ("local_sgd(4)", "carry", 8.0, {"w0": 1.5, "w1": 0.0, "w2": 1.5}),  # there is no delta to carry
+        (DILOCO, "drop", WITHOUT),
+        pytest.param(DILOCO, "carry", ALL, marks=pytest.mark.soak),
+        pytest.param("local_sgd(4)", "carry", WITHOUT, marks=pytest.mark.soak),  # there is no delta to carry
     ],
 )
 def test_a_worker_that_missed_a_sync_counts_by_what_it_still_brings(
-    strategy: str, late: str, value: float, weights: dict[str, float]
+    strategy: str, late: str, weights: dict[str, float]
 ) -> None:
-    for found, counted, _ in of(3, uneven, strategy, late, deadline_seconds=1.0):
-        assert found == pytest.approx(value)
+    """After the 4 steps of the first sync, 4 of each that brings any."""
+    for found, counted, _ in of(3, uneven, strategy, late, deadline_seconds=4.0):
+        assert found == pytest.approx(8.0)
         assert counted == pytest.approx(weights)
 
 

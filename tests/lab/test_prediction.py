@@ -35,9 +35,8 @@ def test_a_probe_is_kept_for_a_day_and_speaks_for_any_link(tmp_path: Path, monke
     old = time.time() - host_speeds.KEPT_SECONDS - 1
     os.utime(copied, (old, old))
     assert host_speeds.ensure(2, 1, cables=False, say=again.append) == copied
-    assert "collectives among 2 workers that are plain processes, without links: 0.5 s; kept for a day in " in again[0], (
-        "one of yesterday is made anew"
-    )
+    said = "collectives among 2 workers that are plain processes, without links: 0.5 s; kept for a day in "
+    assert said in again[0], "one of yesterday is made anew"
     assert read(copied).asked_seconds == 0.5
     copied.write_text("{}")
     assert read(host_speeds.ensure(2, 1, cables=False, say=again.append)).world == 2, "and so is one that is damaged"

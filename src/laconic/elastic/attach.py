@@ -199,14 +199,15 @@ def _checked_optimizers(optimizer: object, parameters: Iterable[torch.Tensor]) -
 
 def _check_options(given: Options) -> None:
     for name, count in (("min_replicas", given.min_replicas), ("start_with", given.start_with)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        value: object = count
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a number of workers, at least 1, got {count!r}")
     seconds: object = given.leave_seconds
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ValueError(f"leave_seconds must be a number of seconds above 0, got {seconds!r}")
-    for name, value, known in (("weights", given.weights, get_args(Weights)), ("late", given.late, get_args(Late))):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    for name, word, known in (("weights", given.weights, get_args(Weights)), ("late", given.late, get_args(Late))):
+        if word not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
 
 
 def _checked_strategy(strategy: Strategy | str) -> Strategy:

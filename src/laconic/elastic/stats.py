@@ -30,10 +30,10 @@ class ElasticStats:
 
     >>> import laconic.elastic
     >>> counts = dict(version=9, syncs=8, dropped=1, healed=0, joined=1, lost=1, left=0)
-    >>> traffic = dict(payload_bytes=800, wire_bytes=800, collectives=40)
+    >>> sent = dict(payload_bytes=800, wire_bytes=800, collectives=40)
     >>> alike = dict(workers=("a", "b"), weights={"a": 1.0, "b": 1.0})
     >>> rest = dict(wait_seconds=0.1, quorum_seconds=0.2, lost_residual_norm=0.0)
-    >>> stats = laconic.elastic.ElasticStats(steps=128, **counts, **alike, **traffic, **rest)
+    >>> stats = laconic.elastic.ElasticStats(steps=128, **counts, **alike, **sent, **rest)
     >>> stats.syncs, stats.dropped, stats.workers
     (8, 1, ('a', 'b'))
     """

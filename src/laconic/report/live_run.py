@@ -56,7 +56,7 @@ def _await(folder: Path, console: Console, seconds: float | None) -> None:
     what = "is empty of records" if folder.is_dir() else "does not exist yet"
     others = _runs_beside(folder)
     beside = f" Beside it there is {', '.join(map(str, others))}." if others else ""
-    length = "" if seconds is None else f" for {seconds:g} s"
+    length = "" if seconds is None else f" {seconds:g} s"
     console.print(
         f"{folder} {what}; waiting{length} for a run to write there: laconic run --record {folder} ..., or "
         f"laconic.Meter(run, {str(folder)!r}) in a script.{beside} Ctrl-C ends the wait.",

@@ -123,8 +123,8 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
 
 def _too_short(base: Row, within: float) -> str:
     return (
-        f"No recommendation: the losses tell nothing apart. {LIMIT}, whose replicas never communicate, ended within "
-        f"{_percent(within)} of {BASE}, too, so this was too short."
+        f"No recommendation: the losses tell nothing apart. {LIMIT}, whose replicas never communicate, ended no more "
+        f"than {_percent(within)} above {BASE}'s loss, so this was too short."
     )
 
 

@@ -105,9 +105,7 @@ def _supervise(plan: Plan, workers: Sequence[_Worker], environment: Mapping[str,
                 worker.code = 0
             elif any(other.code == 0 for other in workers):
                 worker.code = worker.codes[-1]
-                _say(
-                    f"worker {worker.name} ended with {worker.code}, after others were done; it is not started again"
-                )
+                _say(f"worker {worker.name} ended with {worker.code}, after others were done; it is not started again")
             elif worker.restarts < plan.max_restarts:
                 pause = PAUSE_SECONDS * 2**worker.restarts
                 worker.restarts += 1

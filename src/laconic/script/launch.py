@@ -69,7 +69,7 @@ def takes_value(word: str, following: Sequence[str]) -> bool | None:
 
 def option_names() -> list[str]:
     """Of torchrun's options, the long names with hyphens."""
-    return sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", _parser().format_usage())))
+    return sorted(set(re.findall(r"--[a-z]+(?:-[a-z]+)*\b(?!_)", _parser().format_help())))
 
 
 def check_script(arguments: Sequence[str]) -> None:
