@@ -463,6 +463,7 @@ with laconic.attach(model, optimizer, "int8()") as run:
 """
 
 
+@pytest.mark.soak
 @needs_link
 def test_rows_add_up_to_what_the_kernel_counted(tmp_path: Path) -> None:
     process = start([sys.executable, "-c", ON_A_CABLE, str(tmp_path)], 2, Link(1_000_000_000), os.environ)

@@ -179,7 +179,7 @@ def test_a_worker_with_another_model_or_strategy_is_refused(tmp_path: Path, ligh
 
 
 def test_a_worker_leaves_at_sigterm_and_hands_over_its_residual(tmp_path: Path, lighthouse: Lighthouse) -> None:
-    with crew(tmp_path, INT8, 700, lighthouse.start()) as workers:
+    with crew(tmp_path, INT8, 450, lighthouse.start()) as workers:
         workers.start("a", "b", "c")
         for name in ("a", "b", "c"):
             workers.until(lambda found: any(r["name"] == name and len(r["workers"]) == 3 for r in syncs(found)))  # noqa: B023
@@ -193,6 +193,7 @@ def test_a_worker_leaves_at_sigterm_and_hands_over_its_residual(tmp_path: Path, 
         assert assert_alike(workers.records()) > 5
 
 
+@pytest.mark.soak
 def test_workers_count_by_the_steps_that_they_bring_along(tmp_path: Path, lighthouse: Lighthouse) -> None:
     """A slow one misses syncs, and takes part again with what it has done."""
     with crew(tmp_path, DILOCO, 10_000, lighthouse.start(deadline_seconds=0.3), step_seconds=0.02) as workers:

@@ -302,6 +302,7 @@ def islands(rank: int, folder: Path, distributed: bool, resume: bool, steps: int
     return {"weights": full(model.module), "stats": run.stats(), "said": said}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["directory", "file"])
 def test_islands_train_and_resume(distributed: bool, tmp_path: Path) -> None:
     whole = ranks(4, islands, tmp_path / "whole", distributed, False, 12)

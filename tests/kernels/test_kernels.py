@@ -98,9 +98,11 @@ def test_pieces_give_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_kernel_belongs_to_a_reducer() -> None:
     reducers = [*EVERY, laconic.Quantized(8, rounding="stochastic"), laconic.ErrorFeedback(laconic.Float8("e5m2"))]
-    assert {kernel.name for reducer in reducers for kernel in reducer.kernels()} == set(Kernel.known)
+    shown = {"halve"}  # by docs/extending.md, which may be run by the same process
+    assert {kernel.name for reducer in reducers for kernel in reducer.kernels()} == set(Kernel.known) - shown
 
 
+@pytest.mark.soak
 def test_auto_compiles_in_the_background_and_the_next_process_finds_it(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,7 @@ def left_over(mark: str) -> list[str]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "signal_", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)], ids=["Ctrl-C", "kill -9"]
 )

@@ -164,6 +164,7 @@ def test_one_that_fails_ends_the_others(link: Link, per_host: int) -> None:
     assert time.monotonic() - start_ < 30
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("link", "per_host"), [(Link(), 1), pytest.param(LIMITED, 2, marks=needs_link)], ids=str)
 def test_one_that_is_killed_is_named_though_others_fail_first(link: Link, per_host: int) -> None:
     code = (
@@ -181,6 +182,7 @@ sys.stdout.write(text + os.readlink("/proc/self/ns/net") + chr(10))
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("link", [Link(), pytest.param(LIMITED, marks=needs_link)], ids=str)
 def test_workers_of_one_host_share_its_network(link: Link) -> None:
     output, code = run(NUMBERS, 2, link, per_host=3)
@@ -220,6 +222,7 @@ def test_what_workers_of_one_host_send_each_other_is_not_on_its_cable() -> None:
     assert 500_000 < across < 1_200_000, "the link carries it, in as many rounds as gloo likes"
 
 
+@pytest.mark.soak
 @needs_link
 def test_a_host_goes_with_its_last_worker_and_not_with_its_first() -> None:
     code = (

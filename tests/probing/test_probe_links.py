@@ -46,6 +46,7 @@ def probed(out: Path, link: str, processes: int, seconds: float, *, per_host: in
     return read(out)
 
 
+@pytest.mark.soak
 @needs_link
 def test_a_probe_behind_a_link_is_written_and_claims_no_other_link(tmp_path: Path) -> None:
     """Tests run beside it, and on a busy machine no link is claimed. The soak has the machine to itself, and finds each."""

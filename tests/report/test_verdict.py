@@ -61,7 +61,7 @@ def test_what_a_comparison_rests_on() -> None:
         run.curve += [[20, last, 2, 1.0]]
     one.runs[2].curve = [[5, 0.5, 1, 3.0], [10, 1.0, 2, 2.0], [15, 1.55, 2, 1.0]]
     words = ground(one)
-    assert "Machine: 2 cores, some. Link: 100mbit. Seeds: 0." in words
+    assert "Machine: 2 cores, some. Link: 100mbit. 1 seed: number 0." in words
     assert "the step time of ddp() and silent() varied by up to 43%; one seed" in words, "of 100, 100 and 200 ms"
     several = result(*[(name, 1.0, ms, 10.0) for name in ("ddp()", "a()") for ms in (90.0, 110.0)])
     for place, run in enumerate(several.runs):
@@ -75,7 +75,7 @@ def test_what_a_comparison_rests_on() -> None:
     assert rows(several)[1].wait_ms is None
     several.runs[1].curve = [[5, 0.5, 1, 3.0], [10, 3.0, 2, 1.0]]
     assert rows(several)[0].to_base_loss == pytest.approx(2.0, rel=0.01), "the mean of 1 and 3 seconds"
-    assert "Seeds: 0, 1." in ground(several)
+    assert "2 seeds: number 0, 1." in ground(several)
     assert ground(several).endswith("Noise: over seeds by up to 50%.")
 
 

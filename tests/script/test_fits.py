@@ -57,6 +57,7 @@ SOAK = ["int8()", "diloco(8, warmup=4)"]
 STREAMING = "streaming_diloco(period=8, fragments=2, delay=3, warmup=8)"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("text", [STREAMING, *(pytest.param(text, marks=pytest.mark.soak) for text in ("ddp()", *SOAK))])
 def test_every_fit_is_trained_by_the_strategy_and_touched_by_nothing_stale(text: str, tmp_path: Path, launch: Launch) -> None:
     done = launch(text, SCRIPTS / "fits.py", str(tmp_path), options=("--record", str(tmp_path / "record")))

@@ -113,6 +113,7 @@ def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path, launch: L
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "strategy",
     ["streaming_diloco(6, fragments=2, delay=2)", *(pytest.param(text, marks=pytest.mark.soak) for text in STRATEGIES[:-1])],

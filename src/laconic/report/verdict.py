@@ -181,7 +181,7 @@ def ground(results: Results) -> str:
     return (
         f"Machine: {results.machine.get('cores')} cores, {results.machine.get('cpu')}. "
         f"Link: {results.link}{' (NOT limited: ' + results.link_note + ')' if results.link_note else ''}. "
-        f"Seeds: {', '.join(map(str, seeds))}. "
+        f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}: number {', '.join(map(str, seeds))}. "
         f"Equal for all: initial weights, data and its order, {'time' if results.seconds else 'steps and samples'}, optimizer, "
         "link and machine. Not equal: they ran one after the other, so a slow minute of the machine hits one of them, and all "
         "workers share "
