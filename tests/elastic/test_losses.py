@@ -85,6 +85,7 @@ def test_workers_that_are_killed_come_back(seed: int, times: int, tmp_path: Path
     if times > 3:
         calm = tmp_path / "calm"
         calm.mkdir()
+        lighthouse.kill()
         with crew(calm, INT8, steps, lighthouse.start(min_replicas=4), step_seconds=0) as undisturbed:
             undisturbed.start(*FOUR)
             calm_losses = end_alike(undisturbed, FOUR)
