@@ -16,7 +16,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(VENV)/installed ## The main job: six strategies side by side, 4 workers, 100 Mbit/s; under 5 minutes
+demo: $(VENV)/installed ## The main job: six strategies side by side, 4 workers, 100 Mbit/s; 4 to 6 minutes
 	$(RUN) -m laconic.cli compare --out laconic-compare
 
 test: $(VENV)/installed ## The tests

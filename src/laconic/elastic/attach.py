@@ -166,8 +166,8 @@ def _checked(model: object, optimizer: object, strategy: Strategy | str, island:
             f"{type(module).__name__} has {len(parameters)} parameters, and each of this island's {island.size} ranks averages "
             "one at least; use fewer ranks, or fully_shard"
         )
-    for name, tensor in dict(module.state_dict(keep_vars=True)).items():
-        if isinstance(tensor, torch.Tensor) and tensor.dtype not in DTYPES.values():
+    for name, tensor in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items():
+        if tensor.dtype not in DTYPES.values():
             raise ValueError(
                 f"{name} is of {tensor.dtype}, which a worker that joins can't be sent; known are {', '.join(DTYPES)}"
             )
