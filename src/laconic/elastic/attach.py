@@ -17,7 +17,7 @@ from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership
 from laconic.elastic.parts import Parts
 from laconic.elastic.run import ElasticRun
-from laconic.elastic.sync import Late, Options, Weights
+from laconic.elastic.sync import JoinerMoments, Late, Options, Weights
 from laconic.kernels.compiling import CompilerError, prepare
 from laconic.ranks.agreement import agree
 from laconic.run.arguments import Place, attached, check_route, unwrapped
@@ -36,6 +36,7 @@ def attach(
     min_replicas: int = 1,
     weights: Weights = "steps",
     late: Late = "carry",
+    moments: JoinerMoments = "peer",
     leave_seconds: float = 30.0,
     start_with: int = 1,
     scaler: torch.amp.GradScaler | None = None,
@@ -52,7 +53,7 @@ def attach(
     one. After a sync, all who took part have the same bits.
 
     Bytes: those of the strategy, and 200 or so a worker and sync; in an island, divided by its ranks. A worker that joins is
-    sent its state once: parameters, or anchors with the outer optimizer's memory.
+    sent its state once: parameters, or anchors with the outer optimizer's memory, and a peer's moments.
 
     Memory: that of the strategy; in an island, a rank keeps its share of the anchors.
 
@@ -71,6 +72,9 @@ def attach(
       `late`: a worker that missed a sync takes its peers' state. "carry": what it has learnt meanwhile is added to it and goes
         out with the next deltas. "drop": it is lost. (Where parameters are averaged, there is no delta to carry.)
         Default "carry".
+      `moments`: what the optimizer of a worker that joins remembers. "peer": what a peer's does, such as Adam's moments, so
+        that the first steps are not those of a new optimizer at a high learning rate. "own": what it has itself; nothing, if
+        it has just been built. Default "peer".
       `leave_seconds`: how long a worker that was sent SIGTERM waits for the sync in which it hands over what it holds.
         Default 30.0.
       `start_with`: at the very start of a run, it waits up to a minute for so many workers. Default 1.
@@ -99,9 +103,9 @@ def attach(
     facts: list[str] = []
     try:
         given = _checked(model, optimizer, strategy, island, manager)
-        options = Options(min_replicas, weights, late, leave_seconds, start_with)
+        options = Options(min_replicas, weights, late, moments, leave_seconds, start_with)
         _check_options(options)
-        facts = [f"strategy {given.strategy.compared}", f"min_replicas {min_replicas}", f"weights {weights}", f"late {late}"]
+        facts = [f"strategy {given.strategy.compared}", *(f"{name} {value}" for name, value in options._asdict().items())]
         compiled = prepare(kernels_of(given.strategy), fused, given.device)
     except (TypeError, ValueError, CompilerError) as error:
         problem = error
@@ -111,7 +115,15 @@ def attach(
         raise problem
     membership = manager or Membership()
     parts = Parts(
-        given.strategy, given.module, given.optimizers, scaler, membership.group, island, sharded=given.sharded, fused=compiled
+        given.strategy,
+        given.module,
+        given.optimizers,
+        scaler,
+        membership.group,
+        island,
+        sharded=given.sharded,
+        hand_over=moments == "peer",
+        fused=compiled,
     )
     attached.update(given.optimizers)
     try:
@@ -205,7 +217,11 @@ def _check_options(given: Options) -> None:
     seconds: object = given.leave_seconds
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ValueError(f"leave_seconds must be a number of seconds above 0, got {seconds!r}")
-    for name, word, known in (("weights", given.weights, get_args(Weights)), ("late", given.late, get_args(Late))):
+    for name, word, known in (
+        ("weights", given.weights, get_args(Weights)),
+        ("late", given.late, get_args(Late)),
+        ("moments", given.moments, get_args(JoinerMoments)),
+    ):
         if word not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {word!r}")
 

@@ -22,6 +22,11 @@ def check_facts(facts: object, known: Known | None, who: str) -> None:
     _Check(who).facts(facts, known)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is one to go on from."""
+    return abs(value) <= LARGEST if isinstance(value, int) else isinstance(value, float) and math.isfinite(value)
+
+
 class _Check:
     """What one worker said."""
 
@@ -86,9 +91,7 @@ class _Check:
             self._refuse(what, "a count", value)
 
     def _number(self, value: object, what: str) -> None:
-        if isinstance(value, int) and abs(value) <= LARGEST:
-            return
-        if not isinstance(value, float) or not math.isfinite(value):
+        if not is_number(value):
             self._refuse(what, "a finite number", value)
 
     def _refuse(self, what: str, wanted: str, got: object) -> NoReturn:

@@ -56,7 +56,7 @@ def send(state: State, group: ElasticGroup, to: Sequence[int]) -> None:
     if not to:
         return
     tensors = {name: tensor.detach() for name, tensor in state.tensors.items()}
-    looks = {name: [_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    looks = {name: [name_of(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
     text = json.dumps({"form": FORM, "facts": state.facts, "tensors": looks}).encode()
     _send(torch.tensor([len(text)]), group, to)
     _send(torch.frombuffer(bytearray(text), dtype=torch.uint8), group, to)
@@ -107,7 +107,7 @@ def _checked(
         fits = math.prod(max(1, size) for size in shape) <= MOST_NUMBERS if wanted.shape is None else shape == wanted.shape
         if DTYPES[kind] not in wanted.dtypes or not fits:
             there = f"at most {MOST_NUMBERS} numbers" if wanted.shape is None else f"shape {wanted.shape}"
-            mine = f"{' or '.join(map(_name, wanted.dtypes))} of {there}"
+            mine = f"{' or '.join(map(name_of, wanted.dtypes))} of {there}"
             raise HealingError(f"{who} sent {name!r} as {kind} of shape {shape}; this worker has it as {mine}")
         looks[name] = DTYPES[kind], shape, wanted.infinite
     return looks
@@ -126,7 +126,8 @@ def _is_sound(tensor: Tensor, *, infinite: bool) -> bool:
     return not bool(tensor.isnan().any()) if infinite else bool(tensor.isfinite().all())
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """As a description has it; DTYPES knows it by that."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -33,7 +33,11 @@ class Island:
 
     def first(self, text: str) -> str:
         """The first rank's text."""
-        return text if self.group is None else complete(gather_texts(text, self.device), self.group, Ledger())[0]
+        return self.texts(text)[0]
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text."""
+        return [text] if self.group is None else complete(gather_texts(text, self.device), self.group, Ledger())
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         """The sum of these over all ranks of the island."""
@@ -62,7 +66,7 @@ class Island:
         for place in range(max(map(len, cut))):
             pieces = [pieces[place] if place < len(pieces) else None for pieces in cut]
             longest = max(piece.nbytes for piece in pieces if piece is not None)
-            room = torch.zeros(longest, dtype=torch.uint8, device=_device_of(parts))
+            room = torch.zeros(longest, dtype=torch.uint8, device=self.device)
             mine = pieces[self.rank]
             if mine is not None:
                 room[: mine.nbytes] = mine.contiguous().view(torch.uint8)
@@ -78,10 +82,6 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     flat = stored(torch.view_as_real(part) if part.is_complex() else part)
     assert flat is not None, "attach has checked that parameters have no gaps"
     return [piece for piece in torch.split(flat, max(1, CHUNK_BYTES // flat.itemsize)) if piece.numel()]
-
-
-def _device_of(parts: Sequence[Mapping[str, Tensor]]) -> torch.device:
-    return next(tensor.device for part in parts for tensor in part.values())
 
 
 def _gather(mine: Tensor) -> Rounds[Tensor]:

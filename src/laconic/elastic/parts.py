@@ -15,6 +15,7 @@ from laconic.comm.ledger import Ledger
 from laconic.elastic.group import ElasticGroup
 from laconic.elastic.healing import Looks
 from laconic.elastic.island import Island
+from laconic.elastic.optimizer_memory import OptimizerMemory
 from laconic.local.agenda import Agenda
 from laconic.local.anchors import InnerGroups
 from laconic.local.delta_averaging import DeltaAverager
@@ -46,6 +47,7 @@ class Parts:
         island: Island,
         *,
         sharded: bool,
+        hand_over: bool = True,
         fused: bool = False,
     ) -> None:
         assert strategy.averaging is not None, "attach has checked it"
@@ -66,6 +68,8 @@ class Parts:
         self._trained = trained
         self.agenda = Agenda(self._averaging)
         self._moments = Moments(optimizers, trained, self.ledger, self._control, self._control_device)
+        # What is handed over to a worker that joins.
+        self.optimizer_memory = OptimizerMemory(optimizers, trained) if hand_over else None
         self.deltas = self._new_deltas(fused) if self._averaging.deltas else None
         self._weights: Mapping[int, float] = {}
         self.rate: float | None = None  # of all workers, at this sync
@@ -118,7 +122,8 @@ class Parts:
             for name, one in held.items()
         ]
         looks += [f"optimizer group {number}: {', '.join(names)}" for number, (names, _) in enumerate(self._inner())]
-        return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", *looks]
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", f"optimizers {kinds}", *looks]
 
     # What is due
 
@@ -198,6 +203,12 @@ class Parts:
             if self._island.size > 1:
                 none: dict[str, Tensor] = {}
                 self._island.spread([dict(self.module.named_buffers()), *[none] * (self._island.size - 1)])
+
+    def took_over(self) -> None:
+        """A peer's state has been adopted: the other ranks of the island get this rank's part, too; all of them together."""
+        self.wrote()
+        if self.optimizer_memory is not None and not self._sharded and self._island.size > 1:
+            self.optimizer_memory.spread(self._island, self._dealt)
 
     def mark(self) -> None:
         """What has been exchanged by now stays exchanged."""

@@ -9,14 +9,15 @@ from torch import Tensor
 from laconic.comm.flat_tensors import local
 from laconic.elastic.facts import Known, check_facts
 from laconic.elastic.healing import HealingError, Looks, State
+from laconic.elastic.optimizer_memory import KIND as MOMENT
 from laconic.elastic.parts import FLOATS, Parts
 from laconic.local.delta_averaging import DeltaAverager
 
 
 def state_of(parts: Parts, step: int, *, first: bool) -> State:
-    """Everything that a worker needs to go on from here, but for what is this one's own: moments and residuals.
+    """Everything that a worker needs to go on from here, but for what is this one's own: residuals.
 
-    With `first`, for a worker that has just come: with what is not trained.
+    With `first`, for a worker that has just come: with what is not trained, and what the optimizers remember.
     """
     held = {**parts.held(), **(parts.untrained() if first else {})}
     # Where deltas are sent, parameters begin at their anchors.
@@ -32,6 +33,9 @@ def state_of(parts: Parts, step: int, *, first: bool) -> State:
             tensors |= {f"memory/{name}/{key}": slot[key] for key in parts.shared if key in slot}
         kept = {key: plain[key] for key in ("exchanges", "norms", "skipped")}
         facts["deltas"] = {**kept, "outer_groups": _plain(plain["outer_groups"]), "outer": numbers}
+    if first and parts.optimizer_memory is not None:
+        moments, facts["moments"] = parts.optimizer_memory.held(parts.parameters)
+        tensors |= {f"{MOMENT}/{place}": tensor for place, tensor in moments.items()}
     return State(facts, tensors)
 
 
@@ -45,6 +49,8 @@ def looks_of(parts: Parts) -> Callable[[str], Looks | None]:
             # Nobody trains buffers: infinities in them are the model's own.
             return Looks((held[name].dtype,), list(held[name].shape), infinite=not name.startswith("parameter/"))
         kind, _, rest = name.partition("/")
+        if kind == MOMENT and parts.optimizer_memory is not None:
+            return parts.optimizer_memory.looks(rest)
         if anchors is None:
             return None
         if kind == "anchor" and rest in anchors.by_name:
@@ -68,13 +74,15 @@ def check(parts: Parts, state: State, *, first: bool) -> None:
     lacking = [name for name in needed if name not in state.tensors]
     if lacking:
         raise HealingError(f"{state.who} sent a state that lacks {', '.join(lacking[:3])}; nothing of it is taken")
-    if parts.deltas is None:
-        check_facts(state.facts, None, state.who)
-        return
-    anchors = parts.deltas.anchors
-    known = Known(len(parts.deltas.fragments), _plain(anchors.state()["outer_groups"]), anchors.memory_like)
+    known = None
+    if parts.deltas is not None:
+        anchors = parts.deltas.anchors
+        known = Known(len(parts.deltas.fragments), _plain(anchors.state()["outer_groups"]), anchors.memory_like)
     check_facts(state.facts, known, state.who)
-    _check_memory(parts.deltas, state)
+    if parts.deltas is not None:
+        _check_memory(parts.deltas, state)
+    if parts.optimizer_memory is not None:
+        parts.optimizer_memory.check(_moments(state), state.facts.get("moments", []), state.who)
 
 
 def _check_memory(deltas: DeltaAverager, state: State) -> None:
@@ -114,8 +122,17 @@ def adopt(parts: Parts, state: State, *, carry: bool, sent: Mapping[str, Tensor]
         for name, parameter in parts.parameters.items():
             there = parts.deltas.anchors[name].to(parameter.device)
             local(parameter).copy_(there if name not in learnt else there + learnt[name])
+    if parts.optimizer_memory is not None and "moments" in facts:
+        parts.optimizer_memory.forget(parts.parameters)
+        parts.optimizer_memory.load(_moments(state), facts["moments"])
     step: int = facts["step"]
     return step
+
+
+def _moments(state: State) -> dict[str, Tensor]:
+    """What it has of the optimizers' memory, by place."""
+    kind = f"{MOMENT}/"
+    return {name.removeprefix(kind): tensor for name, tensor in state.tensors.items() if name.startswith(kind)}
 
 
 def _needed(parts: Parts) -> list[str]:

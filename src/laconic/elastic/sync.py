@@ -43,6 +43,7 @@ from laconic.run.clock import Clock
 
 Late = Literal["carry", "drop"]
 Weights = Literal["steps", "equal"]
+JoinerMoments = Literal["peer", "own"]
 
 log = logging.getLogger("laconic.elastic")
 
@@ -53,6 +54,7 @@ class Options(NamedTuple):
     min_replicas: int
     weights: Weights
     late: Late
+    moments: JoinerMoments
     leave_seconds: float
     start_with: int
 
@@ -146,8 +148,8 @@ class Syncs:
         self._parts.share_residuals(quorum.world)
         self.exchange(due)
         with self._together():
-            self._everywhere()
-            if newest == 0:
+            if newest == 0:  # else what has arrived was confirmed before it was written
+                self._everywhere()
                 self._advance()
             self._count(quorum, rows)
             self._hand_over(rows)
@@ -185,7 +187,7 @@ class Syncs:
 
     def _compare(self, quorum: Quorum) -> None:
         """Refuse who trains something else; the reference is a worker with the newest state."""
-        options = [f"weights {self._options.weights}", f"min_replicas {self._options.min_replicas}"]
+        options = [f"{name} {getattr(self._options, name)}" for name in ("weights", "min_replicas", "moments")]
         text = "\n".join([*self._parts.facts(), *options])
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
         rows = self._gather([self.version, digest])
@@ -221,7 +223,7 @@ class Syncs:
         committed = self._doubt is not None
         carry = self._carries
         step = adopt(self._parts, state, carry=carry, sent=self._doubt)
-        self._parts.wrote()
+        self._parts.took_over()
         if committed and self._parts.has_residuals:  # they are of before a sync that the others have made
             self.lost_norm += math.sqrt(self._island.sums([self._parts.residual_square()])[0])
             self._parts.forget_residuals()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.local.moments import memory_after_a_step
 from laconic.strategies.outer import Outer
 
 InnerGroups = Sequence[tuple[Sequence[str], Callable[[], float]]]
@@ -51,21 +52,12 @@ class Anchors:
                 self.by_name[name].grad = None
 
     def memory_like(self, name: str) -> Mapping[str, object]:
-        """What the outer optimizer keeps of this anchor from its first step on: tensors of that kind, and numbers.
-
-        Another one is built and stepped for it, on zeros of the same shape.
-        """
+        """What the outer optimizer keeps of this anchor from its first step on: tensors of that kind, and numbers."""
         anchor = self.by_name[name]
         known = self._memory_like.get((anchor.shape, anchor.dtype))
         if known is None:
-            trial = torch.zeros_like(anchor)
-            optimizer = self._build([{"params": [trial], "rate": 1.0}])
-            trial.grad = torch.zeros_like(trial)
-            optimizer.step()
-            known = {
-                key: torch.empty_like(one, device="meta") if isinstance(one, Tensor) else one
-                for key, one in optimizer.state[trial].items()
-            }
+            memory = memory_after_a_step(lambda trial: self._build([{"params": [trial], "rate": 1.0}]), anchor)
+            known = {key: one.to("meta") if isinstance(one, Tensor) else one for key, one in memory.items()}
             self._memory_like[anchor.shape, anchor.dtype] = known
         return known
 
