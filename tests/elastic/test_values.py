@@ -151,7 +151,7 @@ def states(rank: int, lighthouse: str, strategy: str, call: int) -> dict[tuple[i
     return found
 
 
-@pytest.mark.parametrize("call", [3, *[pytest.param(call, marks=pytest.mark.soak) for call in (1, 2, 4, 5)]])
+@pytest.mark.parametrize("call", [2, *[pytest.param(call, marks=pytest.mark.soak) for call in (1, 3, 4, 5)]])
 def test_who_hears_the_last_message_and_who_does_not_have_the_same_state(call: int) -> None:
     """With reducers that draw by the number of the exchange, another count would be another choice of numbers."""
     first, second = of(2, states, "streaming_diloco(8, fragments=2, delay=2, reducer=RandomK(0.1))", call)
@@ -164,7 +164,7 @@ def fragments(rank: int, lighthouse: str) -> list[list[float]]:
     strategy = "streaming_diloco(8, fragments=2, delay=1, blend=0.0, reducer=Exact(), outer_lr=1.0, outer_momentum=0.0)"
     worker = Worker(rank, lighthouse, strategy, Numbers(2))
     if rank == 1:
-        losing_its_last_message(worker, 2)
+        losing_its_last_message(worker, 1)
     found = []
     for _ in range(10):
         worker.steps(1)

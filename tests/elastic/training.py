@@ -4,9 +4,11 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ import laconic
 from laconic import elastic
 from laconic.comm.group import TorchGroup
 from laconic.elastic import healing
+from laconic.lab.tasks import BytesGPT
 
 FEATURES, HIDDEN, BATCH = 16, 32, 32
 HEARTBEAT_SECONDS = 1.0
@@ -45,12 +48,60 @@ class Job:
     bind: str = "127.0.0.1"
     record: bool = False
     collect: bool = True  # reference cycles; without, nothing is freed by chance
+    task: str = "toy"  # or one of the lab's
     die_at: tuple[str, int] | None = None  # at the n-th of these: "launch" of a collective, "send" or "get" of a state
 
 
 def model(width: int = HIDDEN, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+class Toy:
+    """What most tests train, in the words of a task of the lab."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def model(self, seed: int) -> nn.Module:
+        return model(self._width, seed)
+
+    def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+    def batches(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
+        while True:
+            yield batch(generator)
+
+    def loss(self, net: nn.Module, one: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(net(one[0]), one[1])
+
+    def rate(self, step: int, steps: int) -> float:
+        """What the learning rate is multiplied by."""
+        return 1.0
+
+    def evaluate(self, net: nn.Module) -> float:
+        return loss_of(net)
+
+
+class Bytes:
+    """The lab's byte-level transformer, which begins anew with random weights."""
+
+    def __init__(self, size: str) -> None:
+        self._task = BytesGPT(size)
+        self.optimizer, self.loss, self.evaluate = self._task.optimizer, self._task.loss, self._task.evaluate
+
+    def model(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return self._task.model()
+
+    def batches(self, seed: int) -> Iterator[Tensor]:
+        return self._task.batches(seed, 1, os.getpid())
+
+    def rate(self, step: int, steps: int) -> float:
+        """Up, and then down to nearly nothing, as the lab has it."""
+        return min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
 
 def batch(generator: torch.Generator, size: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -110,9 +161,9 @@ def die_at(place: str, number: int) -> None:
     setattr(owner, name, counted)
 
 
-def _replica(name: str, job: Job, seed: int, rank: int) -> tuple[nn.Module, nn.Module]:
+def _replica(task: Toy | Bytes, name: str, job: Job, seed: int, rank: int) -> tuple[nn.Module, nn.Module]:
     """The model, and what is trained: the same, or a DistributedDataParallel over the ranks of this worker."""
-    net = model(job.width, seed=seed)
+    net = task.model(seed)
     if job.ranks == 1:
         return net, net
     store = Path(job.folder, f"{name}.{seed}.store")
@@ -121,9 +172,10 @@ def _replica(name: str, job: Job, seed: int, rank: int) -> tuple[nn.Module, nn.M
 
 
 def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
-    net, trained = _replica(name, job, seed, rank)
-    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(1000 * seed + os.getpid())
+    task: Any = Toy(job.width) if job.task == "toy" else Bytes(job.task.partition(":")[2])
+    net, trained = _replica(task, name, job, seed, rank)
+    optimizer = task.optimizer(trained)
+    full, batches = optimizer.param_groups[0]["lr"], task.batches(seed)
     note(started=True)
     if job.die_at is not None and job.die_at[0] == "get":  # a worker gets a state as it joins
         die_at(*job.die_at)
@@ -153,8 +205,10 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
             note(version=version, step=run.step, digest=digest(net), workers=list(run.stats().workers))
         while run.step < job.steps:
             time.sleep(float(slow.read_text()) if slow.exists() else job.step_seconds)
-            x, y = batch(generator)
-            torch.autograd.backward(nn.functional.mse_loss(trained(x), y))
+            optimizer.param_groups[0]["lr"] = full * task.rate(run.step, job.steps)
+            task.loss(trained, next(batches)).backward()
+            if job.task != "toy":
+                nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             if run.version != version:
@@ -167,6 +221,6 @@ def _train(name: str, job: Job, seed: int, rank: int, note: Any) -> None:
                     digest=digest(net),
                     workers=list(stats.workers),
                     weights=weights,
-                    loss=loss_of(net),
+                    **({"loss": loss_of(net)} if job.task == "toy" else {}),
                 )
-        note(end=True, step=run.step, digest=digest(net), loss=loss_of(net), stats=asdict(run.stats()))
+        note(end=True, step=run.step, digest=digest(net), loss=task.evaluate(net), stats=asdict(run.stats()))
