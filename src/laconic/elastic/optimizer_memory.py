@@ -18,7 +18,7 @@ from laconic.comm.flat_tensors import local
 from laconic.elastic.facts import is_number
 from laconic.elastic.healing import DTYPES, HealingError, Looks, name_of
 from laconic.elastic.island import Island
-from laconic.local.moments import memory_after_a_step
+from laconic.local.trial_step import memory_after_a_step
 
 log = logging.getLogger("laconic.elastic")
 UNKNOWN = Looks((), None)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.local.moments import memory_after_a_step
+from laconic.local.trial_step import memory_after_a_step
 from laconic.strategies.outer import Outer
 
 InnerGroups = Sequence[tuple[Sequence[str], Callable[[], float]]]

@@ -2,8 +2,8 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +16,6 @@ from laconic.local.parameter_averaging import ParameterAverager
 from laconic.ranks.agreement import gather_texts
 
 COUNTER = "step"  # torch's own name for what counts steps, and is no mean of anything
-
-
-def memory_after_a_step(build: Callable[[Tensor], Optimizer], like: Tensor) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter like this from its first step on: one is built, and stepped on zeros."""
-    trial = torch.zeros_like(like)
-    optimizer = build(trial)
-    trial.grad = torch.zeros_like(trial)
-    optimizer.step()
-    return dict(optimizer.state[trial])
 
 
 class Key(NamedTuple):
