@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from laconic._torch.tensors import sparse_bytes
+from laconic.comm.lending import lend
 
 # From so many bytes to one peer on, messages that cross are received first: see `_Crossing`. That costs an all-to-all of marks:
 # 0.5 to 1.5 ms without a limit, 2 and 4 ranks on two cores. At 1 gbit, a message of this size takes 8 ms.
@@ -148,7 +149,7 @@ class AllReduce(Collective):
     def launch(self, group: dist.ProcessGroup) -> tuple[Work, Tensor]:
         # 1/N first and by multiplication, as DDP without a hook does: no overflow of the sum, and its very bits.
         answer = self.tensor if group.size() == 1 else self.tensor.mul_(1 / group.size())
-        return group.allreduce([answer]), answer  # `dist.all_reduce` asks more than this call takes
+        return group.allreduce([lend(answer)]), answer  # `dist.all_reduce` asks more than this call takes
 
     def answers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         for tensor in tensors:
@@ -187,7 +188,7 @@ class AllGather(Collective):
         if group.size() == 2 and _crosses(self.tensor, self.payload_bytes):  # a ring of more never sends to whom it hears
             mine, rows = _as_bytes(self.tensor), _as_bytes(answer).view(2, -1)
             return _cross(group, mine.expand(2, -1), rows), answer
-        work = dist.all_gather_single(_as_bytes(answer), _as_bytes(self.tensor), group=group, async_op=True)
+        work = dist.all_gather_single(_bytes_of(answer), _bytes_of(self.tensor), group=group, async_op=True)
         return _work(work), answer
 
     def answers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -221,7 +222,7 @@ class AllToAll(Collective):
         answer, world = self.blank(group.size()), group.size()
         if world > 1 and _crosses(self.tensor, self.payload_bytes // world):
             return _cross(group, _as_bytes(self.tensor).view(world, -1), _as_bytes(answer).view(world, -1)), answer
-        work = dist.all_to_all_single(_as_bytes(answer), _as_bytes(self.tensor), group=group, async_op=True)
+        work = dist.all_to_all_single(_bytes_of(answer), _bytes_of(self.tensor), group=group, async_op=True)
         return _work(work), answer
 
     def answers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -231,6 +232,11 @@ class AllToAll(Collective):
 def _as_bytes(tensor: Tensor) -> Tensor:
     # Gloo refuses int16 and the float8 types, and nothing is computed on the way: so bytes travel as bytes.
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """For a work alone."""
+    return lend(_as_bytes(tensor))
 
 
 def _work(work: dist.Work | None) -> dist.Work:
@@ -298,7 +304,7 @@ def _cross(group: dist.ProcessGroup, rows: Tensor, answer: Tensor) -> _Crossing:
     parts = [_work(dist.irecv(answer[peer], group=group, group_src=peer, tag=TAG)) for peer in reversed(peers)]
     parts += [_work(dist.isend(rows[peer], group=group, group_dst=peer, tag=TAG)) for peer in peers]
     marks = torch.zeros(2, world, dtype=torch.uint8)
-    work = _work(dist.all_to_all_single(marks[0], marks[1], group=group, async_op=True))
+    work = _work(dist.all_to_all_single(lend(marks[0]), lend(marks[1]), group=group, async_op=True))
     answer[rank].copy_(rows[rank])
     crossing = _Crossing(work, parts, (rows, answer, marks))
     _outstanding.add(crossing)

@@ -11,6 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
 from laconic.comm.group import CommunicationError
+from laconic.comm.lending import await_return
 from laconic.elastic.island import Island
 from laconic.elastic.membership import Membership
 from laconic.elastic.metering import Metering
@@ -146,6 +147,7 @@ class ElasticRun:
             signal.signal(signal.SIGTERM, self._handler)
         self._syncs.metering.ended(failure)
         self._membership.leave()
+        await_return()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

@@ -17,6 +17,7 @@ from laconic.comm.bucket import Slot
 from laconic.comm.exchange import complete
 from laconic.comm.group import CommunicationError, TorchGroup
 from laconic.comm.inspection import Inspector
+from laconic.comm.lending import await_return
 from laconic.comm.scopes import BACKGROUND
 from laconic.gradients.hook import GradientHook
 from laconic.gradients.in_backward import InBackward
@@ -266,6 +267,7 @@ class Engine:
         if self.local.deltas is not None:
             self.local.deltas.abandon()
         self.groups.close()
+        await_return()
 
     # For the packages above
 
