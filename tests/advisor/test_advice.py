@@ -59,6 +59,20 @@ def test_what_is_hardly_faster_is_not_worth_a_stronger_strategy() -> None:
     assert chosen([[DDP], [more]], 0.9).choice.strategy == "bf16()"
 
 
+def test_a_stronger_class_earns_its_place_against_those_that_leave_the_loss_alone() -> None:
+    """92 % of the rate against 95 % and more: not worth another training; 80 % against 90 % is, and so is what is delayed."""
+    nearly, far = sends("int8()", Risk.ROUNDING, 0.08), sends("int8()", Risk.ROUNDING, 0.25)
+    late = sends("powersgd()", Risk.DELAY, 0.08)
+    advice = chosen([[DDP], [nearly], LOCAL], 0.95)
+    assert advice.choice.strategy == "int8()"
+    assert advice.reason == (
+        "int8() reaches 92 % of the rate without communication. local(32) would reach 96 %: for 5% or less of the rate, nothing "
+        "that does more to the training is taken."
+    )
+    assert chosen([[DDP], [far], LOCAL], 0.95).choice.strategy == "local(32)"
+    assert chosen([[DDP], [late], LOCAL], 0.95).choice.strategy == "local(32)"
+
+
 def test_in_a_class_the_first_of_the_list_wins_and_not_the_fastest() -> None:
     late = sends("later()", Risk.ROUNDING, 0.0)
     assert chosen([[DDP], [INT8], [late]], 0.8).choice.strategy == "int8()"

@@ -1,7 +1,8 @@
 """Which strategy: the step time of each, and one choice by a rule that a person can follow. Imports no torch.
 
-The rule: the mildest class of risk in which some strategy reaches the wanted share of the rate without communication; in it,
-the first strategy of the list that reaches the share. Where none does, the mildest that comes near to the fastest.
+The rule: the first strategy of the list, from mild to strong, that reaches the wanted share of the rate without communication.
+Where plain DDP, or rounding, is nearly as fast, that: a stronger class has to earn its place. Where none reaches the share, the
+mildest that comes near to the fastest.
 """
 
 from collections import Counter
@@ -16,6 +17,7 @@ from laconic.cost.step_time import Compute, Step, StepTime, step_time
 from laconic.report.advice_records import share_text
 
 DAY = 24 * 60 * 60
+EARNED = 0.05  # a stronger class must be faster than DDP's arithmetic, or rounding, by more than this share
 NEAR = 0.03  # a rate that is less by no more than this share is not worth a stronger strategy
 
 
@@ -168,8 +170,16 @@ def advise(
         raise _nothing_left([family.row for family in found])
     reaching = [family for family in allowed if family.row.share >= share]
     fastest = max(allowed, key=lambda family: family.row.share)
-    chosen = reaching[0] if reaching else next(family for family in allowed if _near(family.row, fastest.row))
+    enough = reaching[0] if reaching else next(family for family in allowed if _near(family.row, fastest.row))
+    as_good = [family for family in allowed if reaching and _as_good(family.row, enough.row)]
+    chosen = min(as_good, key=lambda family: (family.row.risk, -family.row.share), default=enough)
     reason = _reason(found, chosen, fastest, kept, share)
+    if chosen is not enough:
+        reason = (
+            f"{chosen.row.strategy} reaches {share_text(chosen.row.share)} of the rate without communication. "
+            f"{enough.row.strategy} would reach {share_text(enough.row.share)}: for {EARNED:.0%} or less of the rate, nothing that "
+            "does more to the training is taken."
+        )
     return Advice([family.row for family in found], chosen.row, reason, share, kept.risk)
 
 
@@ -193,6 +203,11 @@ class _Family:
                 _, fastest = max(fitting, key=lambda one: one[1].share)
                 rows = rows[: next(place for place, row in fitting if _near(row, fastest))]
         return cls(rows[-1], rows[-2] if len(rows) > 1 else None)
+
+
+def _as_good(milder: Row, row: Row) -> bool:
+    """Whether a milder class that leaves the loss alone is nearly as fast."""
+    return milder.risk < row.risk and milder.risk <= Risk.ROUNDING and milder.share >= (1 - EARNED) * row.share
 
 
 def _near(row: Row, fastest: Row) -> bool:

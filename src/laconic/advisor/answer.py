@@ -14,6 +14,7 @@ from laconic.cost.measured import Probe
 from laconic.cost.network import Network
 from laconic.report.advice_records import OWN_TASK, AdviceRecord, AdviceRow, seconds_text, share_text
 
+HARDLY = 0.9  # with this share of the rate, what a network takes is less than most other things do
 DIGITS = 3  # of the rate of a probe's link, in a command
 
 
@@ -86,6 +87,8 @@ def verdict(advice: Advice, link: Link, probe: Probe | None = None) -> str:
         )
     if plain.share >= advice.share:
         return f"Is the network the problem? No: {got}."
+    if plain.share >= HARDLY:
+        return f"Is the network the problem? Hardly: {got} ({times})."
     if plain.time.waiting <= (1 - advice.share) * plain.time.seconds:
         return f"Is the network the problem? No, but work on what is sent: {got} ({times})."
     return f"Is the network the problem? Yes: {got} ({times})."
