@@ -66,8 +66,8 @@ def test_a_stronger_class_earns_its_place_against_those_that_leave_the_loss_alon
     advice = chosen([[DDP], [nearly], LOCAL], 0.95)
     assert advice.choice.strategy == "int8()"
     assert advice.reason == (
-        "int8() reaches 92 % of the rate without communication. local(32) would reach 96 %: for 5% or less of the rate, nothing "
-        "that does more to the training is taken."
+        "int8() reaches 92 % of the rate without communication. local(32) would reach 96 %: for 5% or less of the rate, "
+        "nothing that does more to the training is taken."
     )
     assert chosen([[DDP], [far], LOCAL], 0.95).choice.strategy == "local(32)"
     assert chosen([[DDP], [late], LOCAL], 0.95).choice.strategy == "local(32)"

@@ -177,8 +177,8 @@ def advise(
     if chosen is not enough:
         reason = (
             f"{chosen.row.strategy} reaches {share_text(chosen.row.share)} of the rate without communication. "
-            f"{enough.row.strategy} would reach {share_text(enough.row.share)}: for {EARNED:.0%} or less of the rate, nothing that "
-            "does more to the training is taken."
+            f"{enough.row.strategy} would reach {share_text(enough.row.share)}: for {EARNED:.0%} or less of the rate, nothing "
+            "that does more to the training is taken."
         )
     return Advice([family.row for family in found], chosen.row, reason, share, kept.risk)
 

@@ -10,7 +10,11 @@ from laconic.report.summary import BASE, LIMIT, TOO_FAST, Row, above, interval_m
 GOOD = 0.02  # a loss above ddp()'s by no more than this share is as good as it
 WIDEST = 0.05  # nor, however noisy ddp() itself is, one above it by more than this
 NOTHING_APART = 0.005  # where a run without communication is so near to the best, averaging did not matter
-LONGER = 4  # times as many steps are proposed where a comparison was too short
+LONGER = 4  # times as many steps, or seconds, are proposed where a comparison was too short
+APART = 3  # spreads over seeds between two losses that differ
+SAME_TIME = 0.2  # a time so near to the one that was asked for, as a share, is it
+HELD_UP = 0.7  # with less than this share of the rate without communication, a strategy sends much for the link
+SENDS_LITTLE = "streaming_diloco(32, fragments=4, delay=4)"
 NOTHING = 0.02  # a difference between two step times that is no more than this share is none
 
 
@@ -21,7 +25,19 @@ def verdict(results: Results) -> str:
     if BASE not in table or not others:
         return f"Without {BASE} and another strategy there is nothing to compare."
     base, limit = table[BASE], table.get(LIMIT)
-    choice = _by_speed(base, others, limit) if results.seconds is None else _by_time(base, others, limit, results.seconds)
+    again = "" if base.seeds > 1 else f" One seed: a hint, not a verdict.{_command(results)}"
+    if results.seconds is None:
+        choice = _by_speed(base, others, limit)
+        if _tell_nothing(base, limit):
+            again = _longer(results, "steps", base.steps)
+    elif late := _unequal_times(results, results.seconds):
+        choice, again = late, ""
+    elif unhelped := _no_gain(base, others, limit, results.seconds):
+        choice = unhelped
+        little = SENDS_LITTLE in choice and results.command
+        again = f' Add it:\n{results.command} -s "{SENDS_LITTLE}"' if little else _longer(results, "seconds", results.seconds)
+    else:
+        choice = _by_time(base, others, results.seconds)
     warm = f"{results.warm} warm steps, " if results.warm else ""
     measured = (
         f"{results.task}, {warm}{results.who}, link {results.link}"
@@ -31,13 +47,6 @@ def verdict(results: Results) -> str:
     predicted = " Speeds are PREDICTED for that link." if results.link_note else ""
     if results.link_note and results.seconds is not None:
         predicted = " Steps and losses are of the time without that link, speeds are PREDICTED for it."
-    if results.seconds is None and _tell_nothing(base, limit):
-        steps = f"--steps {LONGER * base.steps:.0f}"
-        again = (
-            f" Run it for longer:\n{re.sub('--steps [0-9]+', steps, results.command)}" if results.command else f" Give {steps}."
-        )
-    else:
-        again = "" if base.seeds > 1 else f" One seed: a hint, not a verdict.{_command(results)}"
     return f"{choice} Measured on {measured}.{predicted}{again}"
 
 
@@ -45,11 +54,58 @@ def _command(results: Results) -> str:
     return f" For three seeds:\n{results.command} --seeds 3 --resume" if results.command else " Give --seeds 3."
 
 
+def _longer(results: Results, option: str, now: float) -> str:
+    """The command that gives all runs more of it, and how long that takes."""
+    more = f"--{option} {LONGER * now:g}"
+    if not results.command:
+        return f" Give {more}."
+    minutes = LONGER * sum(run.seconds for run in results.runs) / 60
+    return f" Run it for longer, about {max(1, round(minutes))} min:\n{re.sub(f'--{option} [0-9.]+', more, results.command)}"
+
+
 def _tell_nothing(base: Row, limit: Row | None) -> bool:
-    """Whether a run that never communicates ended as low as ddp()."""
+    """Whether a run that never communicates ended as low as ddp(); with several seeds, as near as these are to each other."""
     if base.loss is None or limit is None or limit.loss is None:
         return False
-    return limit.loss <= above(base.loss, tolerance(base))
+    within = tolerance(base)
+    if base.seeds > 1 and limit.seeds > 1:
+        within = min(within, max(NOTHING_APART, APART * max(base.loss_spread or 0.0, limit.loss_spread or 0.0)))
+    return limit.loss <= above(base.loss, within)
+
+
+def _unequal_times(results: Results, seconds: float) -> str:
+    """What to say where runs had another time than was asked for: their pace changed after it had been measured."""
+    times: dict[str, list[float]] = {}
+    for run in results.runs:
+        times.setdefault(run.strategy, []).append(run.seconds)
+    off = {name: had for name, had in times.items() if any(abs(one / seconds - 1) > SAME_TIME for one in had)}
+    if not off:
+        return ""
+    had = ", ".join(f"{name} had {' and '.join(f'{one:.0f}' for one in ones)} s" for name, ones in off.items())
+    return (
+        f"No recommendation: the runs did not have the same time. Of the {seconds:g} s that were asked for, {had}. The pace of "
+        "the machine changed: run it again when nothing else runs here, or compare at equal steps, with --steps."
+    )
+
+
+def _no_gain(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
+    """What to say where a run that never communicates ended as low as the best of the others; else nothing."""
+    best = min((row for row in (base, *others) if row.loss is not None), key=lambda row: row.loss or 0.0, default=None)
+    if base.loss is None or best is None or best.loss is None or limit is None or limit.loss is None:
+        return ""
+    if limit.loss > above(best.loss, NOTHING_APART):
+        return ""
+    what = (
+        f"No recommendation: averaging gained nothing within {seconds:g} s. {LIMIT}, whose replicas never communicate, ended "
+        f"at {limit.loss:.4f}, and the best of the others, {best.strategy}, at {best.loss:.4f}."
+    )
+    fastest = max((row.share or 0.0 for row in (base, *others)), default=0.0)
+    if fastest >= HELD_UP or any(row.strategy.startswith("streaming_diloco") for row in others):
+        return f"{what} More steps tell more: more seconds, or a warmer start (--warm)."
+    return (
+        f"{what} All of these send too much for this link: the fastest has {fastest:.0%} of the rate of {LIMIT}. Compare one "
+        f"that sends less, such as {SENDS_LITTLE}."
+    )
 
 
 def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
@@ -57,7 +113,7 @@ def _nothing_to_choose(base: Row, sane: list[Row]) -> str:
     return f"{BASE} itself diverged{_of_seeds(base)}: there is no loss to compare with. {rest}"
 
 
-def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
+def _by_time(base: Row, others: list[Row], seconds: float) -> str:
     """Of runs that had the same time: the lowest loss."""
     sane = [row for row in others if row.loss is not None]
     if base.loss is None:
@@ -76,19 +132,11 @@ def _by_time(base: Row, others: list[Row], limit: Row | None, seconds: float) ->
         f"{_share(best)}{then}."
     )
     if best.loss < above(base.loss, -cut):
-        advice = f"Take {best.strategy}: {facts}"
-    else:
-        advice = (
-            f"Stay with {BASE}: within {seconds:g} s none ends below its loss by more than {_percent(cut)}. The lowest is "
-            f"{best.strategy}: {facts}"
-        )
-    lowest = min(best.loss, base.loss)
-    if limit is not None and limit.loss is not None and limit.loss <= above(lowest, NOTHING_APART):
-        return (
-            f"The losses tell nothing of averaging: {LIMIT}, whose replicas never communicate, ended at {limit.loss:.4f}, and "
-            f"the best of the others at {lowest:.4f}; give more --warm steps, or more --seconds. {advice}"
-        )
-    return advice
+        return f"Take {best.strategy}: {facts}"
+    return (
+        f"Stay with {BASE}: within {seconds:g} s none ends below its loss by more than {_percent(cut)}. The lowest is "
+        f"{best.strategy}: {facts}"
+    )
 
 
 def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
@@ -97,8 +145,10 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
     if base.loss is None:
         return _nothing_to_choose(base, sane)
     within = tolerance(base)
-    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, within)]
     untold = _tell_nothing(base, limit)
+    if not untold and limit is not None and limit.loss is not None:  # who is as good as ddp() is better than one that is alone
+        within = min(within, (limit.loss - base.loss) / abs(base.loss)) if base.loss else within
+    good = [row for row in sane if row.loss is not None and row.loss <= above(base.loss, within)]
     if not good:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
@@ -112,7 +162,9 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
     )
     noise = max(NOTHING, 2 * math.hypot(best.noise_ms, base.noise_ms) / base.link_ms)
     if untold:
-        return f"{_too_short(base, within)} By speed alone, {best.strategy} is the fastest that came so near: {facts}"
+        slower = f"{BASE} is the fastest; the next that came so near is {best.strategy}"
+        which = slower if best.link_ms >= base.link_ms else f"{best.strategy} is the fastest that came so near"
+        return f"{_too_short(base, within)} By speed alone, {which}: {facts}"
     if best.link_ms < (1 - noise) * base.link_ms:
         return f"Take {best.strategy}: {facts}"
     return (
