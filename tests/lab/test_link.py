@@ -9,8 +9,8 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from laconic.cost.link import SLOWEST, Link, parse
-from laconic.lab.link import FASTEST, refusal, start
+from laconic.cost.link import FASTEST_EMULATED, SLOWEST, Link, parse
+from laconic.lab.link import refusal, start
 
 LIMITED = Link(20_000_000)
 missing = refusal(LIMITED)
@@ -52,7 +52,7 @@ def test_what_the_kernel_has_no_room_for_can_be_advised_on_but_not_emulated() ->
 
 @needs_link
 def test_the_slowest_and_the_fastest_can_be_had() -> None:
-    assert [refusal(Link(bits)) for bits in (SLOWEST, FASTEST)] == [None, None]
+    assert [refusal(Link(bits)) for bits in (SLOWEST, FASTEST_EMULATED)] == [None, None]
 
 
 def test_a_delay_is_had_or_refused_in_one_line() -> None:

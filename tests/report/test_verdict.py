@@ -119,8 +119,8 @@ def test_at_equal_time_the_lowest_loss_wins_and_its_price_is_said() -> None:
     assert "Stay with ddp(): within 1 s none ends below its loss by more than 2%. The lowest is a()" in tie
     apart = verdict(timed(("ddp()", 2.0, 100, 1000), ("a()", 1.6, 50, 500), ("silent()", 1.605, 40, 0)))
     assert apart.startswith(
-        "No recommendation: averaging gained nothing within 1 s. silent(), whose replicas never communicate, ended at 1.6050, and "
-        "the best of the others, a(), at 1.6000. More steps tell more"
+        "No recommendation: averaging gained nothing within 1 s. silent(), whose replicas never communicate, ended at 1.6050, "
+        "and the best of the others, a(), at 1.6000. More steps tell more"
     )
     assert apart.endswith("Run it for longer, about 1 min:\nlaconic compare digits --seconds 4")
     assert "Take" not in apart

@@ -9,12 +9,13 @@ from laconic.advisor.curves import Curves, curves
 from laconic.advisor.quantities import GIGABYTE, Workers
 from laconic.advisor.risk import Risk
 from laconic.advisor.subjects import FAST_HOSTS, ON_FAST_HOSTS, ON_HOSTS_LIKE_THIS, Subject
-from laconic.cost.link import Link
+from laconic.cost.link import FASTEST_EMULATED, Link
 from laconic.cost.measured import Probe
 from laconic.cost.network import Network
 from laconic.report.advice_records import OWN_TASK, AdviceRecord, AdviceRow, seconds_text, share_text
 
 HARDLY = 0.9  # with this share of the rate, what a network takes is less than most other things do
+HERE = 4  # workers of `laconic compare`, if it isn't told another number
 DIGITS = 3  # of the rate of a probe's link, in a command
 
 
@@ -55,7 +56,7 @@ def answer(
         assumptions=[*subject.assumptions, words, LOSSES],
         by_bandwidth=dict(drawn.by_bandwidth),
         by_workers=dict(drawn.by_workers),
-        next_command=next_command(advice.choice.strategy, network.link, wanted.task),
+        next_command=next_command(advice.choice.strategy, network.link, wanted.task, workers.count),
     )
 
 
@@ -94,20 +95,25 @@ def verdict(advice: Advice, link: Link, probe: Probe | None = None) -> str:
     return f"Is the network the problem? Yes: {got} ({times})."
 
 
-def next_command(choice: str, link: Link, task: str) -> str:
-    """What shows the choice's loss; empty for ddp(), which needs no trial.
+def next_command(choice: str, link: Link, task: str, workers: int = HERE) -> str:
+    """What shows the choice's loss on one machine; empty for ddp(), which needs no trial.
 
     >>> next_command("int8()", Link(100_000_000, 0.02), "digits"), next_command("int8()", Link(), "mine.py")
     ('laconic compare digits -s "int8()" --link 100mbit:20ms', 'laconic compare mine.py -s "int8()" --link none')
     >>> next_command("int8()", Link(2_496_123_456), "mine.py")  # of a probe
     'laconic compare mine.py -s "int8()" --link 2500mbit'
+    >>> next_command("int8()", Link(100_000_000_000), "mine.py", workers=2)  # faster than what can be emulated
+    'laconic compare mine.py -s "int8()" --link none --workers 2'
     """
     if choice == "ddp()":
         return ""
     bits = link.bits_per_second
+    if bits is not None and bits > FASTEST_EMULATED:
+        link = Link()
     if bits is not None and f"{bits / 1e3:g}" != f"{bits / 1e3:.17g}":  # a text has six digits at most
         link = Link(round(bits, DIGITS - len(str(bits))), link.delay_seconds)
-    return f'laconic compare {shlex.quote(task)} -s "{choice}" --link {link}'
+    fewer = f" --workers {workers}" if workers < HERE else ""
+    return f'laconic compare {shlex.quote(task)} -s "{choice}" --link {link}{fewer}'
 
 
 def _free(subject: Subject, memory_bytes: float | None) -> float | None:

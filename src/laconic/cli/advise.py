@@ -197,6 +197,7 @@ def _subject(source: Source, workers: "Workers", progress: Callable[[str], None]
     """The model and its compute, by whichever way they were given."""
     from laconic.advisor import shapes, subjects
 
+    sys.path.append(str(Path.cwd()))  # strategies and tasks may name what lies here
     ways = {"a task": source.task, "--measured": source.measured, "--config": source.config, "--params": source.params}
     given = [way for way, value in ways.items() if value is not None]
     if len(given) != 1:
@@ -217,7 +218,6 @@ def _subject(source: Source, workers: "Workers", progress: Callable[[str], None]
         raise ValueError(f"--step-ms is for --params and --config; with {given[0]}, steps are timed")
     from laconic.advisor import model_subjects
 
-    sys.path.append(str(Path.cwd()))  # strategies and tasks may name what lies here
     if source.config is not None:
         kind = source.optimizer or "adam"
         return model_subjects.of_config(source.config, seconds, workers, kind, memory, source.strategies, progress)

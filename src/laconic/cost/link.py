@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 SLOWEST, FASTEST, LONGEST_MS = 10 * 10**3, 10 * 10**12, 10_000  # bits a second
+FASTEST_EMULATED = 34 * 10**9  # the kernel's token buckets (tbf) hold up to 34.3 gbit in 32 bits
 # `10gbps` and `10Gbit/s` are 10gbit. A capital B would be bytes, which a link is never given in.
 TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT])(?:[bB][iI][tT](?:/s|ps)?|bps|b/s)(?::(\d+(?:\.\d+)?)\s*ms)?")
 BYTES = re.compile(r"[\d.\s]+[kKmMgGtT]B(?:/s|ps)?\b")

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from laconic.cost.link import Link
+from laconic.cost.link import FASTEST_EMULATED, Link
 from laconic.cost.measured import read
-from laconic.lab.link import FASTEST
 from laconic.lab.workers import Workers
 
 SECONDS, KEPT_SECONDS = 6.0, 24 * 3600.0
@@ -35,7 +34,7 @@ def ensure(workers: int, island_size: int, *, cables: bool, say: Callable[[str],
     where = "on hosts with links as fast as they get" if cables else "that are plain processes, without links"
     say(f"collectives among {workers} workers {where}: {SECONDS:g} s; kept for a day in {folder()}")
     job = {"probe_seconds": SECONDS, "save": str(path)}
-    with Workers([job], workers, Link(FASTEST) if cables else Link(), island_size=island_size) as probing:
+    with Workers([job], workers, Link(FASTEST_EMULATED) if cables else Link(), island_size=island_size) as probing:
         probing.told("the probe of this machine", lambda facts: None)
     return path
 

@@ -12,16 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from laconic.cost.link import Link
+from laconic.cost.link import FASTEST_EMULATED, Link
 
 KILLED = "was killed by"
-FASTEST = 34 * 10**9  # bits a second: the kernel's token buckets (tbf) hold up to 34.3 gbit in 32 bits
 
 
 def refusal(link: Link) -> str | None:
     """Why such a link can't be had here, in one line; None: it can. Tried for real, in a namespace that goes at once."""
-    if link.bits_per_second is not None and link.bits_per_second > FASTEST:
-        return f"the fastest link that can be emulated has {Link(FASTEST)}, and {link} is asked for"
+    if link.bits_per_second is not None and link.bits_per_second > FASTEST_EMULATED:
+        return f"the fastest link that can be emulated has {Link(FASTEST_EMULATED)}, and {link} is asked for"
     if sys.platform != "linux":
         return f"limited links need Linux's network namespaces, and this is {sys.platform}"
     if shutil.which("unshare") is None:
@@ -39,6 +38,9 @@ def refusal(link: Link) -> str | None:
         return None
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     hint = " (are namespaces switched off? See sysctl user.max_net_namespaces)" if "No space left" in lines[-1] else ""
+    without = Link(link.bits_per_second)
+    if link.delay_seconds and link.bits_per_second is not None and refusal(without) is None:
+        return f"a delay can't be had here: {lines[-1]}; the rate alone can: --link {without}"
     return f"limited links can't be had here: {lines[-1]}{hint}"
 
 

@@ -12,9 +12,9 @@ LONG_COMMAND = 100  # characters: a longer one is printed in two lines
 NAME_WIDTH = 34  # characters: of a strategy, which may be folded
 
 LEGEND = (
-    "share: of the rate without communication. step: its predicted time, of which compute, encoding and decoding, and waiting "
-    "for the network. bytes: what {sender} in a step, and in a day. memory: what each worker keeps beyond DDP's. After "
-    "the warm-up, if the strategy has one."
+    "share: of the rate without communication. step: its predicted time, of which compute, encoding and decoding (with a "
+    "probe also what sending takes from the compute of these hosts), and waiting for the network. bytes: what {sender} in a "
+    "step, and in a day. memory: what each worker keeps beyond DDP's. After the warm-up, if the strategy has one."
 )
 
 
