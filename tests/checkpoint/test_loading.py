@@ -76,12 +76,17 @@ def test_damage_is_told_and_the_one_before_is_there(tmp_path: Path) -> None:
     assert [folder.name for folder in sorted((tmp_path / "good").iterdir())] == ["step-00000003", "step-00000004"], "keep=2"
     for number, (name, damage, torn, pattern) in enumerate(
         [  # which file, what becomes of it, whether a glance shows it, what is said
-            ("__0_0.distcp", flip, False, "__0_0.distcp is damaged: its checksum"),  # rank 1 verifies it
+            (
+                "__0_0.distcp",
+                flip,
+                False,
+                "__0_0.distcp is damaged: its checksum .*move the folder away, and load goes on from step-00000003",
+            ),  # rank 1 verifies it
             (".metadata", flip, False, ".metadata is damaged: its checksum"),
             ("__0_0.distcp", cut, True, "__0_0.distcp has [0-9]+ bytes instead of"),
             ("__1_0.distcp", remove, True, "__1_0.distcp is missing"),
             ("manifest.json", cut, True, "manifest.json is damaged"),
-            ("manifest.json", remove, True, "no laconic checkpoint: it has no manifest.json|no whole checkpoint"),
+            ("manifest.json", remove, True, "no laconic checkpoint: it has no manifest.json|has no checkpoint"),
         ]
     ):
         path = tmp_path / str(number)
@@ -89,9 +94,12 @@ def test_damage_is_told_and_the_one_before_is_there(tmp_path: Path) -> None:
         newest = path / "step-00000004"
         damage(newest / name)
         ranks(2, refused, str(newest), STRATEGY, pattern)
-        found = laconic.checkpoint.latest(path)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = laconic.checkpoint.latest(path)
         assert found is not None
         assert found.name == ("step-00000003" if torn else "step-00000004"), "a torn one is passed over"
+        assert ["step-00000004 is not whole (" in str(warning.message) for warning in told] == [True] * torn
         if torn:
             ranks(2, loaded_at, str(path), STRATEGY, 3)
 
@@ -116,7 +124,7 @@ def test_foreign_and_newer_checkpoints_are_refused(tmp_path: Path) -> None:
     ranks(2, refused, str(folder), STRATEGY, "is not a laconic checkpoint's")
     empty = tmp_path / "empty"
     empty.mkdir()
-    ranks(2, refused, str(empty), STRATEGY, "has no whole checkpoint; there is nothing")
+    ranks(2, refused, str(empty), STRATEGY, "has no checkpoint; laconic.checkpoint.save writes")
     assert laconic.checkpoint.latest(empty) is None
     assert laconic.checkpoint.latest(tmp_path / "nowhere") is None
 

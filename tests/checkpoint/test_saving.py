@@ -214,7 +214,8 @@ def test_another_version_is_an_error_and_no_reason_to_begin_anew(tmp_path: Path)
         laconic.checkpoint.latest(tmp_path)
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").mkdir()
-    assert laconic.checkpoint.latest(tmp_path) is None, "not to be read at all"
+    with pytest.raises(ValueError, match=r"has no whole checkpoint: .*step-00000001 is not whole .* move them away"):
+        laconic.checkpoint.latest(tmp_path)  # None would begin anew, and replace it
 
 
 @pytest.mark.parametrize(

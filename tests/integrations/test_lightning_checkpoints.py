@@ -323,7 +323,7 @@ def test_a_part_that_is_not_whole_or_not_ours_is_an_error_on_all_ranks(how: str,
     else:
         torch.save({"format": 1, "shards": 1, "tree": torch.nn.Linear(2, 2).state_dict()}, file)
     first, second = ranks(2, spoilt, tmp_path, STREAMING)
-    assert "other ranks were given something that can't be used" in first
+    assert "other ranks have something that can't be used" in first
     assert "8.ckpt.laconic can't be read" in first
     assert second.startswith("ValueError")
     assert "8.ckpt.laconic can't be read" in second

@@ -187,7 +187,7 @@ def part_failed(rank: int) -> None:
     if rank == 1:
         assert str(caught.value) == "other ranks failed:\n  rank 0: OSError: [Errno 28] No space left on device"
     with pytest.raises(
-        ValueError, match=r"^bad$" if rank == 1 else r"(?s)given something that can't be used:.*rank 1: ValueError"
+        ValueError, match=r"^bad$" if rank == 1 else r"(?s)have something that can't be used:.*rank 1: ValueError"
     ):
         agree([], ValueError("bad") if rank == 1 else None, group, torch.device("cpu"))
 

@@ -104,7 +104,7 @@ def test_under_ddp_nothing_changes_by_a_bit(name: str, tmp_path: Path, launch: L
         (tmp_path / folder).mkdir()
     with_, without = tmp_path / "with", tmp_path / "without"
     assert launch("ddp()", SCRIPTS / f"{name}.py", str(with_)).returncode == 0
-    for _ in range(4):  # torch's gloo threads may abort a process at its very end: see tests/test_docs.py
+    for _ in range(4):  # torch's gloo threads may abort a process without laconic at its very end
         done = run(torchrun(SCRIPTS / f"{name}.py", str(without)))
         if "terminate called without an active exception" not in done.stderr:
             break
@@ -407,10 +407,7 @@ def test_plain_torchrun_with_one_import(tmp_path: Path) -> None:
     text = (SCRIPTS / "plain.py").read_text().replace("import torch\n", "import torch\n\nimport laconic.auto\n", 1)
     script = written(tmp_path, text)
     environment = {**ENVIRONMENT, "LACONIC_STRATEGY": "diloco(6)"}
-    for _ in range(4):
-        done = subprocess.run(torchrun(script, str(tmp_path)), capture_output=True, text=True, env=environment, timeout=150)
-        if "terminate called without an active exception" not in done.stderr:
-            break
+    done = subprocess.run(torchrun(script, str(tmp_path)), capture_output=True, text=True, env=environment, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "laconic: diloco(period=6) is attached to Sequential" in done.stderr
     assert parameters_equal(*final(tmp_path))

@@ -36,7 +36,9 @@ def workers(count: int | None, nodes: str | None) -> Workers:
     if nodes is not None:
         found = re.fullmatch(r"(\d+)x(\d+)", nodes.strip().lower())
         if found is None or not int(found[1]) or not int(found[2]):
-            raise ValueError(f"--nodes is written as nodes x workers of each, such as 4x4; got {nodes!r}")
+            raise ValueError(
+                f"--nodes is written as nodes x workers of each, such as 4x4 (--workers 4: one on each of four); got {nodes!r}"
+            )
         total, per_node = int(found[1]) * int(found[2]), int(found[2])
         if count is not None and count != total:
             raise ValueError(f"--nodes {nodes} are {total} workers, and --workers says {count}; give one of the two")

@@ -46,19 +46,31 @@ class Loaded:
 
 
 def latest(path: str | Path) -> Path | None:
-    """The whole checkpoint with the most steps in a directory, or None.
+    """The whole checkpoint with the most steps in a directory, or None: there is none.
 
-    One that lacks a file, or a part of one, is passed over. It reads manifests and sizes of files, and no checksums.
+    One that lacks a file, or a part of one, is passed over with a warning. It reads manifests and sizes of files, and no
+    checksums.
 
     Arguments:
       `path`: the directory that `save` was given; it may not exist.
 
-    One in the format of another version of laconic is a ValueError: a training that began anew instead would replace it.
+    Where there are checkpoints and none of them is whole, it raises a ValueError; and so it does for one in the format of
+    another version of laconic. A training that began anew instead would replace them.
 
     >>> import tempfile, laconic
     >>> laconic.checkpoint.latest(tempfile.mkdtemp())  # None
     """
-    return next((folder for folder in reversed(manifest.checkpoints(Path(path))) if manifest.problem(folder) is None), None)
+    passed: list[str] = []
+    for folder in reversed(manifest.checkpoints(Path(path))):
+        problem = manifest.problem(folder)
+        if problem is None:
+            if passed:
+                warnings.warn(f"{'; '.join(passed)}: passed over for {folder.name}", stacklevel=2)
+            return folder
+        passed.append(f"{folder} is not whole ({problem})")
+    if passed:
+        raise ValueError(f"{path} has no whole checkpoint: {'; '.join(passed)}. To begin anew, move them away")
+    return None
 
 
 def load(
@@ -119,7 +131,9 @@ def load(
             if torn is not None:
                 raise ValueError(f"{folder} is not whole: {torn}")
             names = sorted(facts.files)
-            manifest.verify(folder, {name: facts.files[name] for name in names[group.rank :: group.world]})
+            damaged = manifest.damaged(folder, {name: facts.files[name] for name in names[group.rank :: group.world]})
+            if damaged is not None:
+                raise ValueError(f"{damaged}; {_instead(folder)}")
         except (ValueError, OSError) as error:
             problem = error
         agree([f"checkpoint {folder.name}"], problem, group, device)
@@ -131,6 +145,12 @@ def load(
             problem = error if isinstance(error, ValueError) else ValueError(f"{folder} can't be read: {_words(error)}")
         agree([], problem, group, device)
         apply(tree, engine, strict)
+    if facts.world_size != group.world and group.rank == 0:
+        warnings.warn(
+            f"{folder} is of {facts.world_size} ranks, and here are {group.world}: how many steps an epoch has, the learning "
+            f"rate's schedule and the place in your loader are yours to fit; run.step is {facts.step}",
+            stacklevel=2,
+        )
     return Loaded(folder, facts.step, tree["extra"])
 
 
@@ -139,9 +159,16 @@ def _chosen(path: Path) -> Path:
         return path
     found = latest(path)
     if found is None:
-        there = ", ".join(f"{folder.name} ({manifest.problem(folder)})" for folder in manifest.checkpoints(path)) or "nothing"
-        raise ValueError(f"{path} has no whole checkpoint; there is {there}")
+        raise ValueError(f"{path} has no checkpoint; laconic.checkpoint.save writes folders called step-... there")
     return found
+
+
+def _instead(folder: Path) -> str:
+    """What to do where a checkpoint can't be used."""
+    others = [
+        other.name for other in manifest.checkpoints(folder.parent) if other != folder and manifest.problem(other) is None
+    ]
+    return f"move the folder away, and load goes on from {others[-1]}" if others else "there is no other whole one beside it"
 
 
 def _tree(folder: Path, facts: manifest.Manifest, engine: Engine) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def show(found: "Findings", screen: "Console") -> None:
         table.add_row(name, words)
     screen.print(table, markup=False, highlight=False)
     if found.missing:
-        screen.print("\nmissing:", style="bold", highlight=False)
+        screen.print("\nnot installed, each for one use alone:", style="bold", highlight=False)
     for one in found.missing:
         screen.print(f"  {one.what}, for {one.use}", highlight=False, markup=False)
         if one.command is not None:

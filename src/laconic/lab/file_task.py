@@ -36,7 +36,7 @@ class FileTask:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
-            raise TaskError(f"there is no file {path}; make one with: laconic new-task {path.name}")
+            raise TaskError(f"there is no file {path}; make one with: laconic new-task {path}")
         self.name, self.path = path.name, path.resolve()
         self._module = _loaded(self.path)
         for name, arguments in FUNCTIONS.items():

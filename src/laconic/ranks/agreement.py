@@ -60,7 +60,7 @@ def agree(facts: Sequence[str], problem: Exception | None, group: TorchGroup, de
     if FAILED in statuses:  # a disk that is full, say: nothing that anybody was given is wrong
         raise PeerError("other ranks failed:\n  " + "\n  ".join(bad))
     if bad:
-        raise ValueError("other ranks were given something that can't be used:\n  " + "\n  ".join(bad))
+        raise ValueError("other ranks have something that can't be used:\n  " + "\n  ".join(bad))
     raise ValueError("the ranks were given different things:\n  " + "\n  ".join(differences(reports, group.names)))
 
 

@@ -66,7 +66,7 @@ def _chart(
         for name, points in curves.items()
     ]
     axis = {"title": {"text": title}, "type": "log", "exponentformat": "SI", "automargin": True}
-    shares = {"title": {"text": "share of the rate without communication"}, "tickformat": ".0%", "range": [0, 1.03]}
+    shares = {"title": {"text": "share of the full rate"}, "tickformat": ".0%", "range": [0, 1.03]}
     figure: Figure = {"data": traces, "layout": layout(xaxis=axis, yaxis={**shares, "automargin": True})}
     if mark is not None:
         line = {"color": "#888888", "width": 1, "dash": "dash"}

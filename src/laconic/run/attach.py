@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from laconic._torch.process_groups import control_device
+from laconic._torch.process_groups import backend_name, control_device
 from laconic.comm.group import TorchGroup
 from laconic.kernels.compiling import CompilerError, prepare
 from laconic.ranks.agreement import agree, agree_apart
 from laconic.ranks.islands import whole
 from laconic.run.arguments import check
 from laconic.run.engine import Engine
-from laconic.run.environment import explain_unread
+from laconic.run.environment import explain_unread, warn_of_restarts
 from laconic.run.run import Run, engine_of
 from laconic.run.sharding import ranks_of
 from laconic.run.state import kernels_of
@@ -73,6 +73,7 @@ def attach(
         agree([], problem, everyone, device)
         raise
     identity = agree(given.facts(), None, everyone, device)
+    warn_of_restarts(backend_name(ranks.everyone, device))
     if ranks.sharded:
         agree_apart(given.own_facts(), TorchGroup(ranks.replicas, places=ranks.places), everyone, device)
     run = Run(Engine(given, identity))

@@ -8,7 +8,17 @@ from typing import Any
 from laconic.ranks.agreement import agree
 from laconic.run.arguments import check_route, check_sharded
 from laconic.run.engine import Engine
-from laconic.run.state import VERSION, check_tensors, checked, kept_of, tied_to_strategy, upgraded, without_averaging
+from laconic.run.state import (
+    VERSION,
+    check_tensors,
+    checked,
+    is_for_all,
+    kept_of,
+    replicated,
+    tied_to_strategy,
+    upgraded,
+    without_averaging,
+)
 from laconic.run.switch import switch_to
 from laconic.strategies.parsing import saved
 from laconic.strategies.strategy import Strategy
@@ -42,12 +52,16 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state in today's words, with the text that its strategy has today.
+    """The state in today's words and as this rank's, with the text that its strategy has today.
+
+    What one rank has saved is every rank's, if no rank has anything of its own in it.
 
     Texts of the same strategy may differ: a class of the user's own was written `Name(...)` before it had a place, arguments
     that are as by default were left out once, and ranks may have written the same in other words.
     """
     state = upgraded(state)
+    if state.get("rank") != engine.group.rank and state.get("world") == engine.group.world and is_for_all(state):
+        state = replicated(state, engine.group.rank)
     try:
         former = saved(str(state.get("strategy")))
     except ValueError:

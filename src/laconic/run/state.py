@@ -161,6 +161,19 @@ def without_averaging(state: Mapping[str, Any], strategy: str) -> dict[str, Any]
     return {**state, "strategy": strategy, "local": local, "kept": kept_of(state["memory"], None)}
 
 
+def is_for_all(state: Mapping[str, Any]) -> bool:
+    """Whether every rank of the run had this same state: gradients alone are averaged, and none keeps anything of its own."""
+    memory, between = state.get("memory"), state.get("local")
+    if not isinstance(memory, Mapping) or not isinstance(between, Mapping) or between.get("deltas") is not None:
+        return False
+    try:
+        strategy, text, whose = saved(str(state.get("strategy"))), str(state.get("strategy")), declared(state)
+    except (KeyError, TypeError, ValueError):
+        return False  # it is damaged, and `checked` says how
+    own = any(owner(key, whose, text) != "shared" for slot in memory.values() for key in slot)
+    return strategy.averaging is None and not between.get("drifted") and not own
+
+
 def replicated(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """What another rank's state has that holds for all: its residuals are its own, and its replica is the common one now."""
     state = upgraded(state)

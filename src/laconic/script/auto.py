@@ -45,6 +45,7 @@ class Auto:
         self._built, self._attached = 0, 0  # models, runs, so far
         self._plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # it was said why
         self._sharded = False  # an optimizer steps shards
+        self._ran = False  # a model, when there was no optimizer over it
         self._explained = False  # it was said why some model is not attached
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._scalers: list[weakref.ref[torch.amp.GradScaler]] = []
@@ -132,6 +133,7 @@ class Auto:
             gc.collect()  # else it is chance, and differs between ranks, which of the former optimizers are still there
         optimizers = self._over(model)
         if not optimizers:
+            self._ran = True
             return  # they may be built yet
         taken = [type(optimizer).__name__ for optimizer in optimizers if optimizer in attached]
         if taken:
@@ -254,7 +256,7 @@ class Auto:
                 f"this process never built a DistributedDataParallel, so {self.strategy} was not attached to anything in it"
                 f"{hint if self._sharded else ''}"
             )
-        elif self._attached == 0 and not self._explained:
+        elif self._attached == 0 and self._ran and not self._explained:
             log(
                 "no optimizer over the DistributedDataParallel's parameters was there when it ran, "
                 f"so {self.strategy} was not attached"

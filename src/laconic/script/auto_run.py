@@ -23,7 +23,7 @@ from laconic.run.arguments import unwrapped
 from laconic.run.ending import warn_if_still_warming_up
 from laconic.run.resume import is_of_this_auto, respelt
 from laconic.run.run import Run, engine_of
-from laconic.run.state import replicated
+from laconic.run.state import is_for_all, replicated
 from laconic.script.islands import Islands
 from laconic.script.messages import log
 from laconic.strategies.strategy import Strategy
@@ -143,6 +143,8 @@ class AutoRun:
             )
         _load(run, replicated(state, engine.group.rank))
         engine.adopt_first()
+        if is_for_all(state):
+            return
         log(
             f"all ranks loaded the state of rank {rows[0]}: its model is taken for the common one; what the other ranks had "
             "not sent yet (residuals of error feedback, steps since the last sync) is lost. Save optimizer.state_dict() on "
@@ -163,6 +165,7 @@ class AutoRun:
         if run is None:
             return
         engine = engine_of(run)
+        log(_sent(run))
         if engine.lockstep:
             warn_if_still_warming_up(engine)
             run.detach()
@@ -207,6 +210,14 @@ def _attached(run: Run) -> str:
         f"{run.strategy} is attached to {type(engine.module).__name__} ({count:,} parameters) and {optimizers}"
         f"{' with a GradScaler' if engine.scaler else ''}, {people}{share}"
     )
+
+
+def _sent(run: Run) -> str:
+    """What it came to."""
+    engine, stats = engine_of(run), run.stats()
+    text = f"{run.strategy}: {stats.steps:,} steps, this rank sent {stats.wire_bytes:,} bytes"
+    plain = stats.counted_steps * predict("ddp()", engine.model, world_size=engine.replicas.world).wire_bytes_per_step
+    return f"{text}, {stats.wire_bytes / plain:.2g} of what ddp() sends in as many" if plain else text
 
 
 def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
