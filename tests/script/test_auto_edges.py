@@ -187,7 +187,8 @@ def resuming(rank: int) -> list[str]:
 
 def test_a_checkpoint_that_is_of_other_ranks_or_another_strategy_is_named() -> None:
     first, second = ranks(2, resuming)
-    assert [text.count("\n") for text in first[:3]] == [1, 2, 2]
+    assert [text.count("\n") for text in first[:3]] == [2, 3, 3]
+    assert "laconic: diloco(period=4): 7 steps, this rank sent " in first[0]
     assert "the checkpoint is of diloco(period=4); going on by diloco(period=8)" in first[1]
     assert "the checkpoint is of 3 ranks, here are 2: what the others had not sent yet is lost" in first[2]
     assert second[:3] == ["", "", ""]

@@ -165,7 +165,7 @@ class AutoRun:
         if run is None:
             return
         engine = engine_of(run)
-        log(_sent(run))
+        plain = predict("ddp()", engine.model, world_size=engine.replicas.world).wire_bytes_per_step
         if engine.lockstep:
             warn_if_still_warming_up(engine)
             run.detach()
@@ -178,6 +178,7 @@ class AutoRun:
                     "only some ranks loaded weights after the last step: replicas are not made equal, and each rank keeps its "
                     "own; load them on all ranks, or on none"
                 )
+        log(_sent(run, plain))
 
     def fail(self, error: BaseException) -> None:
         """The script failed: the other ranks are told, and nobody is waited for."""
@@ -212,12 +213,12 @@ def _attached(run: Run) -> str:
     )
 
 
-def _sent(run: Run) -> str:
-    """What it came to."""
-    engine, stats = engine_of(run), run.stats()
+def _sent(run: Run, plain: float) -> str:
+    """What it came to, where ddp() sends so many bytes a step."""
+    stats = run.stats()
     text = f"{run.strategy}: {stats.steps:,} steps, this rank sent {stats.wire_bytes:,} bytes"
-    plain = stats.counted_steps * predict("ddp()", engine.model, world_size=engine.replicas.world).wire_bytes_per_step
-    return f"{text}, {stats.wire_bytes / plain:.2g} of what ddp() sends in as many" if plain else text
+    whole = stats.counted_steps * plain
+    return f"{text}, {stats.wire_bytes / whole:.2g} of what ddp() sends in as many" if whole else text
 
 
 def _share(strategy: Strategy, model: nn.Module, world: int) -> str:
