@@ -44,6 +44,36 @@ def test_on_other_numbers_of_ranks_and_in_other_types() -> None:
     laconic.check_reducer(laconic.Cast("fp16"), 2, dtype=torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Rows(laconic.Reducer):
+    """Every second number, or always the same ones."""
+
+    rotates: bool
+
+    def reduce(self, bucket: laconic.Bucket) -> laconic.Exchange:
+        first = bucket.exchanges % 2 if self.rotates else 0
+        alarm = 0 * bucket.flat.sum().view(1)
+        half = bucket.flat[first::2]
+        mean = yield laconic.AllReduce(torch.cat([half, alarm]))
+        error = bucket.flat.clone()
+        error[first::2] = 0
+        bucket.flat.zero_()
+        bucket.flat[first::2] = mean[:-1]
+        return laconic.Reduced(bucket.flat.add_(mean[-1]), error)
+
+    @property
+    def exchange_cycle(self) -> int:  # type: ignore[override]
+        return 2
+
+
+def test_what_never_sends_some_of_its_numbers_is_refused() -> None:
+    laconic.check_reducer(Rows(rotates=True))
+    laconic.check_reducer(laconic.ErrorFeedback(Rows(rotates=True)))
+    for wrong in (Rows(rotates=False), laconic.ErrorFeedback(Rows(rotates=False))):
+        with pytest.raises(ValueError, match=r"Rows never sends [0-9]+ of 1001 numbers, not in 64 exchanges"):
+            laconic.check_reducer(wrong)
+
+
 Change = Callable[[laconic.Bucket], Any]
 
 

@@ -180,8 +180,10 @@ def test_a_wild_curve_excuses_no_loss_and_wins_nothing() -> None:
     assert verdict(apart).startswith("No strategy came within 5%"), "nor is ddp()'s noise an excuse for so much"
     apart.runs[2].val_loss = 1.0
     words = verdict(apart)
-    assert words.startswith("No recommendation: the losses tell nothing apart. silent()")
-    assert "so this was too short. No strategy came within 5%" in words
+    assert words.startswith(
+        "No strategy came within 5% of ddp()'s loss of 1.0000; the nearest is a() with 1.6900. silent(), whose"
+    )
+    assert "never communicate, did: more steps tell more." in words
     assert "Take" not in words
     lower = timed(("ddp()", 1.0, 100, 1000), ("a()", 0.9, 50, 500), ("silent()", 3.0, 40, 0))
     assert "Take a()" in verdict(lower)
@@ -305,6 +307,7 @@ def test_runs_that_had_another_time_are_not_compared_by_it() -> None:
         "No recommendation: the runs did not have the same time. Of the 1 s that were asked for, a() had 1 s, "
     )
     assert "silent() had 2 s" in words
+    assert words.endswith(" At equal steps:\nlaconic compare digits --steps 10")
     assert "--seeds" not in words
 
 

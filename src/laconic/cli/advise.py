@@ -283,6 +283,10 @@ def _kind(text: str | None) -> Literal["adam", "sgd"] | None:
     match text:
         case None | "adam" | "sgd":
             return text
+        case "adamw" | "AdamW" | "Adam":
+            return "adam"
+        case "SGD":
+            return "sgd"
     raise ValueError(f"--optimizer is adam (and AdamW) or sgd, by which local strategies are chosen; got {text!r}")
 
 

@@ -23,6 +23,7 @@ TOLERANCE = (
     1e-4  # of what is lost without a word, in units of the largest number: a gradient that is rounded to bf16 loses 2e-3
 )
 FEWEST = 4  # exchanges of each model
+SOON, LATE = 16, 64  # exchanges after which it is counted what has arrived
 
 
 def check_reducer(reducer: Reducer, world: int = 3, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
@@ -37,6 +38,8 @@ def check_reducer(reducer: Reducer, world: int = 3, *, dtype: torch.dtype = torc
       there what it has not sent; of such a one this isn't checked.
     - Zeros in, zeros out.
     - Where a number of one rank is not finite, no rank's mean is, and no memory moves.
+    - Every number arrives in the end: with the same gradients again and again, and errors added to them, more numbers have
+      arrived after 64 exchanges than after 16, or all.
     - Memory that it declares as "shared" has the same bits on all ranks.
     - The bytes that `predict` works out are those that are sent, and are the same after each `exchange_cycle`.
 
@@ -81,6 +84,7 @@ def check_reducer(reducer: Reducer, world: int = 3, *, dtype: torch.dtype = torc
             except Exception as error:
                 error.add_note(f"laconic.check_reducer: {world} ranks, parameters of shapes {list(shapes)}, exchange {step}")
                 raise
+        model.check_arrival(steps[-1] + 1)
 
 
 @dataclass
@@ -164,7 +168,8 @@ class _Model:
         if blind:
             raise ValueError(
                 f"{self.name} hides a number that is not finite: one rank had {bad:g}, and the mean on rank {blind[0]} is "
-                "finite; every rank must see it, by a mean that is not finite somewhere"
+                "finite; every rank must see it, by a mean that is not finite somewhere: send one number more, "
+                "0 * bucket.flat.sum().view(1), and add what arrives of it to the mean"
             )
         if key := _spoilt(self.memory, memory):
             raise ValueError(
@@ -208,6 +213,27 @@ class _Model:
             f"{self.name}: the mean plus the mean of the ranks' errors must be the true mean, and is off by up to {off:.2g}; "
             "an error is the rank's input minus what the others decoded from it"
         )
+
+    def check_arrival(self, first: int) -> None:
+        """With the same gradients again and again, and what was not sent added to them: every number arrives in the end."""
+        given = [torch.randn(self.numbers, generator=self.draw).to(self.dtype) for _ in range(self.world)]
+        left, memory = [torch.zeros_like(flat) for flat in given], self.no_memory()
+        # Of those whose mean is nearly zero nobody can tell.
+        arrived, soon = torch.stack([flat.double() for flat in given]).mean(0).abs() < 0.1, 0
+        for exchange in range(LATE):
+            soon = int(arrived.sum()) if exchange == SOON else soon
+            results = self.run([flat + rest for flat, rest in zip(given, left, strict=True)], memory, first + exchange).results
+            left = [result.error.view(-1) for result in results if result.error is not None]
+            if len(left) < self.world:
+                return  # nothing is lost, or the reducer keeps by itself what it has not sent
+            arrived |= results[0].mean.view(-1) != 0
+            if bool(arrived.all()):
+                return
+        if int(arrived.sum()) == soon:
+            raise ValueError(
+                f"{self.name} never sends {self.numbers - soon} of {self.numbers} numbers, not in {LATE} exchanges: they are "
+                "in its error each time, and no parameter moves by them; choose others each time, such as by bucket.exchanges"
+            )
 
     def check_shared(self) -> None:
         declared = self.reducer.all_memory()

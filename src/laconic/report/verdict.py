@@ -31,7 +31,7 @@ def verdict(results: Results) -> str:
         if _tell_nothing(base, limit):
             again = _longer(results, "steps", base.steps)
     elif late := _unequal_times(results, results.seconds):
-        choice, again = late, ""
+        choice, again = late, _at_equal_steps(results)
     elif unhelped := _no_gain(base, others, limit, results.seconds):
         choice = unhelped
         little = SENDS_LITTLE in choice and results.command
@@ -84,8 +84,14 @@ def _unequal_times(results: Results, seconds: float) -> str:
     had = ", ".join(f"{name} had {' and '.join(f'{one:.0f}' for one in ones)} s" for name, ones in off.items())
     return (
         f"No recommendation: the runs did not have the same time. Of the {seconds:g} s that were asked for, {had}. The pace of "
-        "the machine changed: run it again when nothing else runs here, or compare at equal steps, with --steps."
+        "the machine changed, so that speeds tell little, too: run it again when nothing else runs here, or at equal steps."
     )
+
+
+def _at_equal_steps(results: Results) -> str:
+    """The command for as many steps as ddp() has made."""
+    steps = f"--steps {max(run.steps for run in results.runs if run.strategy == BASE)}"
+    return " At equal steps:\n" + re.sub("--seconds [0-9.]+", steps, results.command) if results.command else f" Give {steps}."
 
 
 def _no_gain(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
@@ -153,7 +159,7 @@ def _by_speed(base: Row, others: list[Row], limit: Row | None) -> str:
         near = min(sane, key=lambda row: row.loss or 0.0, default=None)
         rest = f"the nearest is {near.strategy} with {near.loss:.4f}" if near else "all of them diverged"
         none = f"No strategy came within {_percent(within)} of {BASE}'s loss of {base.loss:.4f}; {rest}."
-        return f"{_too_short(base, within)} {none}" if untold else none
+        return f"{none} {LIMIT}, whose replicas never communicate, did: more steps tell more." if untold else none
     best = min(good, key=lambda row: row.link_ms)
     assert best.loss is not None
     facts = (

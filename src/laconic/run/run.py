@@ -255,7 +255,8 @@ class Run:
           `strict`: True: the state of another strategy is refused. False: it is loaded as if the run had been by that
             strategy until now and were swapped here; a warning names what can't be used. Default True.
 
-        It raises a ValueError that says what doesn't fit, and has changed nothing then.
+        It raises a ValueError that says what doesn't fit, and has changed nothing then. It warns where the state is of another
+        number of ranks, and others kept something of their own.
         """
         resume.load_state(self._engine, state, strict=strict)
 
