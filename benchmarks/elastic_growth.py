@@ -9,7 +9,7 @@ from benchmarks.elastic_hosts import Outcome, Plan, progress, run, sync_times
 from benchmarks.elastic_workers import State, held_out, saved_states
 from benchmarks.harness import mean_ratio, report
 
-WORLDS, PHASE_SECONDS, GROWTH_SEEDS = (2, 4, 3), 15.0, (0, 1)
+WORLDS, PHASE_SECONDS, GROWTH_SEEDS = (2, 4, 3), 15.0, tuple(range(6))
 GROWING = Plan("diloco(8, outer_lr=1.0, outer_momentum=0.2)", 0, "500k", 4, PHASE_SECONDS, period=8, sleep_seconds=0.08)
 LINE, SKIPPED = 5, 10  # syncs that a straight line goes through, and those at the start in which the loss falls steeply
 
@@ -131,7 +131,7 @@ def growth() -> None:
         f"after {2 * PHASE_SECONDS:.0f} s. {GROWING.method}, byte-level transformer of 0.47 million parameters, processes on "
         f"one machine, no limit to the link. A step sleeps for {GROWING.sleep_seconds * 1e3:.0f} ms and then trains, because "
         "two cores are too few for four workers that compute all the time. Those who join were started before and wait, for "
-        f"an import of torch would take the cores. Seeds: {', '.join(map(str, GROWTH_SEEDS))}; where a column has two "
+        f"an import of torch would take the cores. Seeds: {', '.join(map(str, GROWTH_SEEDS))}; where a column has several "
         "figures, one a seed. 'of fixed': once all are there, over the steps of a world that has as many workers from the "
         f"start ({PHASE_SECONDS:.0f} s, the first seed). 'with the change in it': of those who were there before, from the "
         "change on. 'loss': held out, at the last sync before the change and at the first that all of the new world made. "

@@ -1,5 +1,7 @@
 """Gloo's threads and the tensors that they hold: whoever ends waits until they have let go."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,10 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import laconic
 from laconic.comm import lending
 from laconic.comm.collectives import AllGather, AllReduce, AllToAll, Collective
 from laconic.comm.group import TorchGroup
 from tests.live import ranks
+from tests.models import build, chain
 
 KINDS: dict[str, Callable[[], Collective]] = {
     "all-reduce": lambda: AllReduce(torch.ones(4)),
@@ -53,6 +57,32 @@ def test_what_is_lent_has_the_same_numbers_and_is_nobodys_else() -> None:
     held = [alias]
     del alias
     assert lending.await_return(5.0)
+
+
+def detached(rank: int) -> bool:
+    model = build(chain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = laconic.attach(model, optimizer, "int8()")
+    held = [lending.lend(torch.ones(1))]
+    threading.Timer(0.2, held.clear).start()
+    run.detach()
+    return lending.await_return(0.0)
+
+
+def test_the_end_of_a_run_waits_for_what_is_lent() -> None:
+    assert ranks(1, detached) == [True]
+
+
+@pytest.mark.soak
+def test_so_does_the_end_of_python() -> None:
+    text = (
+        "import atexit\natexit.register(lambda: print(lending.await_return(0.0)))\n"  # called last
+        "import threading, torch\nfrom laconic.comm import lending\nheld = [lending.lend(torch.ones(1))]\n"
+        "threading.Timer(0.2, held.clear).start()\n"
+        "print(lending.await_return(0.0))\nthreading._shutdown = lambda: None\n"  # which would wait for the timer
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_a_sparse_tensor_is_lent_as_it_is() -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from laconic import elastic
 from laconic.comm.flat_tensors import local
 from laconic.elastic.healing import HealingError
+from laconic.elastic.island import Island
 from laconic.elastic.optimizer_memory import OptimizerMemory
 from tests.elastic.training import batch, model
 from tests.live import ranks
@@ -139,6 +140,88 @@ def test_places_that_nobody_knows_look_like_nothing() -> None:
     assert known.shape == [32, 16]
     for place in ("0/0.weight/teacher", "1/0.weight/exp_avg", "0/9.weight/exp_avg", "-1/0.weight/exp_avg", "", "0", "x/y/z"):
         assert memory.looks(place) is None
+
+
+class Exotic(torch.optim.SGD):
+    """What it keeps can't be sent, or its trial fails as nobody expects."""
+
+    how = "float8"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if self.how == "division":
+                    1 / int(parameter.grad.abs().max() * 0)
+                kept = torch.zeros_like(parameter)
+                self.state[parameter]["kept"] = kept.to_sparse() if self.how == "sparse" else kept.to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("how", ["float8", "sparse", "division"])
+def test_what_can_not_be_sent_is_left_out(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It would end the worker that has been there all along."""
+    net = model()
+    optimizer = Exotic(net.parameters(), lr=0.1)
+    optimizer.how = how
+    memory = OptimizerMemory([optimizer], dict(net.named_parameters()))
+    assert memory.held(dict(net.named_parameters())) == ({}, [])
+    assert "what Exotic remembers can't be handed over" in caplog.text
+    assert memory.facts() == ["optimizer 0, Exotic, keeps nothing of 0.weight, 0.bias, 2.weight, 2.bias"]
+
+
+def test_what_is_unlike_a_trial_is_not_handed_over() -> None:
+    net, optimizer, memory = trained(OPTIMIZERS["adam"], 1)
+    optimizer.state[next(net.parameters())]["exp_avg"] = torch.zeros(3)
+    optimizer.state[list(net.parameters())[1]]["exp_avg"] = torch.zeros(32, dtype=torch.float64)
+    assert {place.split("/")[1] for place in memory.held(dict(net.named_parameters()))[0]} == {"2.weight", "2.bias"}
+
+
+def test_facts_say_what_is_kept_so_that_another_setting_is_refused_and_not_a_state() -> None:
+    found = {name: trained(OPTIMIZERS[name], 0)[2].facts() for name in ("momentum", "sgd", "adam", "groups")}
+    assert found["momentum"] == ["optimizer 0, SGD, keeps momentum_buffer (float32) of 0.weight, 0.bias, 2.weight, 2.bias"]
+    assert found["sgd"] == ["optimizer 0, SGD, keeps nothing of 0.weight, 0.bias, 2.weight, 2.bias"]
+    assert len(found["groups"]) == 2, "amsgrad in one of them"
+    assert "max_exp_avg_sq" in found["adam"][0]
+
+
+def test_settings_that_are_loaded_count() -> None:
+    net, optimizer, memory = trained(OPTIMIZERS["momentum"], 1)
+    optimizer.load_state_dict(trained(OPTIMIZERS["sgd"], 1)[1].state_dict())
+    assert memory.held(dict(net.named_parameters())) == ({}, [])
+
+
+def spread(rank: int, layout: str) -> list[float]:
+    """Each of two ranks has the memory of one of two convolutions, and gives it to the other."""
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 7, 3, dtype=torch.bfloat16))
+    if layout == "channels last":
+        for parameter in (one for one in net.parameters() if one.dim() == 4):
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank)).to(parameter)
+    optimizer.step()
+    names = [list(dict(net[place].named_parameters(prefix=str(place)))) for place in (0, 1)]  # type: ignore[index]
+    before = moments(optimizer)
+    if layout == "not finite" and rank == 0:
+        optimizer.state[next(net.parameters())]["exp_avg"].fill_(float("inf"))
+    OptimizerMemory([optimizer], dict(net.named_parameters())).spread(Island(dist.group.WORLD), names)
+    halves = [before[: len(before) // 2], before[len(before) // 2 :]]
+    everywhere: list[Any] = [None, None]
+    dist.all_gather_object(everywhere, halves[rank])
+    found, wanted = moments(optimizer), everywhere[0] + everywhere[1]
+    if layout == "not finite":
+        assert len(found) == len(wanted) - 3, "the owner has none of it, either"
+    else:
+        assert found == pytest.approx(wanted)
+        exact = optimizer.state[next(net.parameters())]["exp_avg"].flatten().tolist()
+        return list(map(float, exact))
+    return found
+
+
+@pytest.mark.parametrize("layout", ["plain", "channels last", "not finite"])
+def test_the_ranks_of_an_island_get_it_number_by_number(layout: str) -> None:
+    first, second = ranks(2, spread, layout)
+    assert first == second
 
 
 # Among live workers

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import laconic
+from laconic.run.state import is_for_all
 from tests.live import ranks
 from tests.models import build, chain, same_bits, vectors, weights
 
@@ -74,6 +75,22 @@ def refused(rank: int, text: str, steps: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("text", ["int4()", "powersgd(rank=1, warmup=1)", "diloco(2)", "local_sgd(2)"])
+@pytest.mark.parametrize("text", ["int4()", "powersgd(rank=1, warmup=1)", "diloco(2)", "local_sgd(2)", "local_sgd(3)"])
 def test_what_a_rank_has_for_itself_is_not_taken_from_another_one(text: str) -> None:
     assert ranks(2, refused, text, 3)[1]
+
+
+def test_what_a_state_is_for_all_is_read_from_what_its_strategy_declares() -> None:
+    plain: dict[str, Any] = {"strategy": "int8()", "memory": {}, "local": {"deltas": None, "drifted": False}, "whose": {}}
+    assert is_for_all(plain)
+    for wrong in (
+        {"strategy": "int4()"},  # its residuals may be empty on one rank alone
+        {"strategy": "local_sgd(2)"},
+        {"local": {"deltas": None, "drifted": True}},
+        {"local": {"deltas": {}, "drifted": False}},
+        {"memory": {"0.weight": None}},
+        {"memory": {"0.weight": {"nosuch": torch.ones(1)}}},
+        {"strategy": "nosuch()"},
+        {"memory": None},
+    ):
+        assert not is_for_all({**plain, **wrong}), wrong

@@ -110,7 +110,7 @@ def next_command(choice: str, link: Link, task: str, workers: int = HERE) -> str
     bits = link.bits_per_second
     if bits is not None and bits > FASTEST_EMULATED:
         link = Link()
-    if bits is not None and f"{bits / 1e3:g}" != f"{bits / 1e3:.17g}":  # a text has six digits at most
+    elif bits is not None and f"{bits / 1e3:g}" != f"{bits / 1e3:.17g}":  # a text has six digits at most
         link = Link(round(bits, DIGITS - len(str(bits))), link.delay_seconds)
     fewer = f" --workers {workers}" if workers < HERE else ""
     return f'laconic compare {shlex.quote(task)} -s "{choice}" --link {link}{fewer}'

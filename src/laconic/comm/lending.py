@@ -7,6 +7,7 @@ group is freed meanwhile by a thread that has the lock, that hangs. So whoever e
 """
 
 import atexit
+import os
 import time
 import weakref
 from collections import deque
@@ -31,7 +32,7 @@ def lend(tensor: Tensor) -> Tensor:
 def await_return(seconds: float = SECONDS) -> bool:
     """Wait until no thread holds a tensor that was lent; False: one still does."""
     deadline = time.monotonic() + seconds
-    while any(reference() is not None for reference in _lent):
+    while any(reference() is not None for reference in tuple(_lent)):  # other threads may lend
         if time.monotonic() > deadline:
             return False
         time.sleep(0.0005)  # it lets the interpreter's lock go
@@ -39,3 +40,5 @@ def await_return(seconds: float = SECONDS) -> bool:
 
 
 atexit.register(await_return)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lent.clear)  # the threads stay behind

@@ -20,6 +20,7 @@ from laconic.comm.ledger import Ledger
 from laconic.ranks.agreement import gather_texts
 
 CHUNK_BYTES = 4 << 20
+ALIGNED = 16  # bytes: where a rank's row begins, numbers of any dtype may
 
 
 class Island:
@@ -66,6 +67,7 @@ class Island:
         for place in range(max(map(len, cut))):
             pieces = [pieces[place] if place < len(pieces) else None for pieces in cut]
             longest = max(piece.nbytes for piece in pieces if piece is not None)
+            longest = -(-longest // ALIGNED) * ALIGNED
             room = torch.zeros(longest, dtype=torch.uint8, device=self.device)
             mine = pieces[self.rank]
             if mine is not None:

@@ -28,35 +28,45 @@ KIND = "moment"  # in the names of a state's tensors: moment/number of the optim
 class OptimizerMemory:
     """What some optimizers keep of named parameters, by `place`: "number of the optimizer/parameter/key".
 
-    What a peer sends is held against what an optimizer like this worker's keeps after one step on zeros. An optimizer of
-    which no other one can be built by its settings is left out: its memory stays this worker's own.
+    What a peer sends is held against what an optimizer like this worker's keeps after one step on zeros. An optimizer is left
+    out, and its memory stays this worker's own, if no other one can be built by its settings, or if it keeps what can't be
+    sent: sparse tensors, or dtypes that are not in `DTYPES`.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> None:
         self._optimizers, self._parameters = optimizers, parameters
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._groups = {
-            (number, names[id(parameter)]): group
+            (number, names[id(parameter)]): place
             for number, optimizer in enumerate(optimizers)
-            for group in optimizer.param_groups
+            for place, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
             if id(parameter) in names
         }
         self._unknown: set[int] = set()  # optimizers that are left out
         self._looks: dict[object, dict[str, Looks | None]] = {}  # by the kind of parameter; None: a number, and no tensor
 
+    def facts(self) -> list[str]:
+        """What all workers must have alike: which parameters have what kept of them."""
+        found: dict[str, list[str]] = {}
+        for number, name in self._groups:
+            keys = ", ".join(f"{key} ({_kind(looks)})" for key, looks in sorted(self.keys(number, name).items())) or "nothing"
+            found.setdefault(f"optimizer {number}, {type(self._optimizers[number]).__name__}, keeps {keys}", []).append(name)
+        return [f"{what} of {', '.join(names)}" for what, names in found.items()]
+
     # What this worker has
 
     def held(self, names: Iterable[str]) -> tuple[dict[str, Tensor], list[list[Any]]]:
-        """Tensors, and [place, number], of these parameters; nothing of one whose memory is not finite."""
+        """Tensors, and [place, number], of these parameters; nothing of one whose memory is not finite, or unlike others'."""
         tensors: dict[str, Tensor] = {}
         numbers: list[list[Any]] = []
         wanted = set(names)
         for number, name in self._groups:
             memory = self._optimizers[number].state.get(self._parameters[name], {}) if name in wanted else {}
-            mine = {key: memory.get(key) for key in self.keys(number, name)}
+            looks = self.keys(number, name)
+            mine = {key: memory.get(key) for key in looks}
             parts = {key: local(value) for key, value in mine.items() if isinstance(value, Tensor)}
-            if any(value is None for value in mine.values()) or not all(bool(part.isfinite().all()) for part in parts.values()):
+            if not all(_is_like(mine[key], looks[key]) for key in looks):
                 continue
             tensors |= {f"{number}/{name}/{key}": part for key, part in parts.items()}
             numbers += [[f"{number}/{name}/{key}", value] for key, value in mine.items() if not isinstance(value, Tensor)]
@@ -119,6 +129,9 @@ class OptimizerMemory:
     def spread(self, island: Island, dealt: Sequence[Sequence[str]]) -> None:
         """Each rank of an island has that of some parameters: the others get it, too; all of them together."""
         mine, numbers = self.held(dealt[island.rank])
+        mine = {place: tensor.contiguous() for place, tensor in mine.items()}  # pieces are cut in the order of memory
+        kept = {_split(place)[1] for place in mine}
+        self.forget(name for name in dealt[island.rank] if name not in kept)
         looks = {place: [name_of(tensor.dtype), list(tensor.shape)] for place, tensor in mine.items()}
         told = [json.loads(text) for text in island.texts(json.dumps([looks, numbers]))]
         parts = [{place: torch.empty(shape, dtype=DTYPES[kind]) for place, (kind, shape) in looks.items()} for looks, _ in told]
@@ -136,30 +149,55 @@ class OptimizerMemory:
         group = self._groups.get((number, name))
         if group is None or number in self._unknown:
             return {}
-        shard = local(self._parameters[name])
-        kind = (number, id(group), shard.shape, shard.dtype)
+        # Not by the shard's shape, which differs among ranks: a trial may communicate, so all of them make it, or none.
+        parameter = self._parameters[name]
+        kind = (number, group, parameter.shape, parameter.dtype, str(getattr(parameter, "placements", "")))
         if kind not in self._looks:
             try:
-                memory = self._after_a_step(number, name)
-            except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                self._looks[kind] = _looks_of(self._after_a_step(number, name))
+            except Exception as error:  # an optimizer of a user's may raise anything, and the others train on
                 self._unknown.add(number)
                 which = type(self._optimizers[number]).__name__
-                log.warning("what %s remembers can't be handed over, because none can be built on trial: %s", which, error)
+                log.warning("what %s remembers can't be handed over, as a trial of another one says: %s", which, error)
                 return {}
-            self._looks[kind] = {
-                key: Looks((value.dtype,), list(local(value).shape)) if isinstance(value, Tensor) else None
-                for key, value in memory.items()
-                if isinstance(value, Tensor | int | float)
-            }
         return self._looks[kind]
 
     def _after_a_step(self, number: int, name: str) -> dict[str, Any]:
-        optimizer, group = self._optimizers[number], self._groups[number, name]
+        optimizer = self._optimizers[number]
+        group = optimizer.param_groups[self._groups[number, name]]
         known = inspect.signature(type(optimizer)).parameters
         settings = {key: value for key, value in group.items() if key in known and key != "params"}
         return memory_after_a_step(
             lambda trial: type(optimizer)([{**group, "params": [trial]}], **settings), self._parameters[name].detach()
         )
+
+
+def _looks_of(memory: Mapping[str, Any]) -> dict[str, Looks | None]:
+    """What its tensors look like, and None for numbers."""
+    looks: dict[str, Looks | None] = {}
+    for key, value in memory.items():
+        if isinstance(value, Tensor):
+            part = local(value)
+            if part.dtype not in DTYPES.values() or part.layout != torch.strided:
+                raise ValueError(f"{key} is a tensor of {part.dtype} and layout {part.layout}, which can't be sent")
+            looks[key] = Looks((part.dtype,), list(part.shape))
+        elif isinstance(value, int | float):
+            looks[key] = None
+    return looks
+
+
+def _is_like(value: object, looks: Looks | None) -> bool:
+    """Whether it can be sent as that."""
+    if looks is None:
+        return is_number(value)
+    if not isinstance(value, Tensor):
+        return False
+    part = local(value)
+    return part.dtype in looks.dtypes and list(part.shape) == looks.shape and bool(part.isfinite().all())
+
+
+def _kind(looks: Looks | None) -> str:
+    return "a number" if looks is None else name_of(looks.dtypes[0])
 
 
 def _split(place: str) -> tuple[int, str, str]:

@@ -122,8 +122,8 @@ class Parts:
             for name, one in held.items()
         ]
         looks += [f"optimizer group {number}: {', '.join(names)}" for number, (names, _) in enumerate(self._inner())]
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", f"optimizers {kinds}", *looks]
+        looks += self.optimizer_memory.facts() if self.optimizer_memory is not None else []
+        return [f"strategy {self.strategy.compared}", f"island of {self._island.size} ranks", *looks]
 
     # What is due
 
@@ -204,10 +204,10 @@ class Parts:
                 none: dict[str, Tensor] = {}
                 self._island.spread([dict(self.module.named_buffers()), *[none] * (self._island.size - 1)])
 
-    def took_over(self) -> None:
+    def took_over(self, *, moments: bool) -> None:
         """A peer's state has been adopted: the other ranks of the island get this rank's part, too; all of them together."""
         self.wrote()
-        if self.optimizer_memory is not None and not self._sharded and self._island.size > 1:
+        if moments and self.optimizer_memory is not None and not self._sharded and self._island.size > 1:
             self.optimizer_memory.spread(self._island, self._dealt)
 
     def mark(self) -> None:

@@ -146,8 +146,8 @@ class ElasticRun:
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
         self._syncs.metering.ended(failure)
-        self._membership.leave()
         await_return()
+        self._membership.leave()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

@@ -223,7 +223,7 @@ class Syncs:
         committed = self._doubt is not None
         carry = self._carries
         step = adopt(self._parts, state, carry=carry, sent=self._doubt)
-        self._parts.took_over()
+        self._parts.took_over(moments="moments" in state.facts)
         if committed and self._parts.has_residuals:  # they are of before a sync that the others have made
             self.lost_norm += math.sqrt(self._island.sums([self._parts.residual_square()])[0])
             self._parts.forget_residuals()

@@ -30,7 +30,7 @@ def verdict(results: Results) -> str:
         choice = _by_speed(base, others, limit)
         if _tell_nothing(base, limit):
             again = _longer(results, "steps", base.steps)
-    elif late := _unequal_times(results, results.seconds):
+    elif late := _unequal_times(results, results.seconds, _compared(base, others, limit)):
         choice, again = late, _at_equal_steps(results)
     elif unhelped := _no_gain(base, others, limit, results.seconds):
         choice = unhelped
@@ -56,7 +56,7 @@ def _command(results: Results) -> str:
 
 def _longer(results: Results, option: str, now: float) -> str:
     """The command that gives all runs more of it, and how long that takes."""
-    more = f"--{option} {LONGER * now:g}"
+    more = f"--{option} {LONGER * now:.{0 if option == 'steps' else 1}f}".removesuffix(".0")
     if not results.command:
         return f" Give {more}."
     minutes = LONGER * sum(run.seconds for run in results.runs) / 60
@@ -73,15 +73,28 @@ def _tell_nothing(base: Row, limit: Row | None) -> bool:
     return limit.loss <= above(base.loss, within)
 
 
-def _unequal_times(results: Results, seconds: float) -> str:
+def _compared(base: Row, others: list[Row], limit: Row | None) -> set[str]:
+    """Those on whose losses the words rest: ddp(), the best of the others, and silent() where it is as good."""
+    best = _best([base, *others])
+    near = limit is not None and limit.loss is not None and best is not None and limit.loss <= above(best.loss or 0.0, GOOD)
+    lowest = _best(others)
+    return {row.strategy for row in (base, lowest, limit if near else None) if row is not None}
+
+
+def _best(table: list[Row]) -> Row | None:
+    return min((row for row in table if row.loss is not None), key=lambda row: row.loss or 0.0, default=None)
+
+
+def _unequal_times(results: Results, seconds: float, compared: set[str]) -> str:
     """What to say where runs had another time than was asked for: their pace changed after it had been measured."""
     times: dict[str, list[float]] = {}
     for run in results.runs:
-        times.setdefault(run.strategy, []).append(run.seconds)
+        if run.strategy in compared:
+            times.setdefault(run.strategy, []).append(run.seconds)
     off = {name: had for name, had in times.items() if any(abs(one / seconds - 1) > SAME_TIME for one in had)}
     if not off:
         return ""
-    had = ", ".join(f"{name} had {' and '.join(f'{one:.0f}' for one in ones)} s" for name, ones in off.items())
+    had = ", ".join(f"{name} had {' and '.join(f'{one:.2g}' for one in ones)} s" for name, ones in off.items())
     return (
         f"No recommendation: the runs did not have the same time. Of the {seconds:g} s that were asked for, {had}. The pace of "
         "the machine changed, so that speeds tell little, too: run it again when nothing else runs here, or at equal steps."
@@ -96,7 +109,7 @@ def _at_equal_steps(results: Results) -> str:
 
 def _no_gain(base: Row, others: list[Row], limit: Row | None, seconds: float) -> str:
     """What to say where a run that never communicates ended as low as the best of the others; else nothing."""
-    best = min((row for row in (base, *others) if row.loss is not None), key=lambda row: row.loss or 0.0, default=None)
+    best = _best([base, *others])
     if base.loss is None or best is None or best.loss is None or limit is None or limit.loss is None:
         return ""
     if limit.loss > above(best.loss, NOTHING_APART):

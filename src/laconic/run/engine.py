@@ -266,8 +266,8 @@ class Engine:
             self.ddp, self.place = None, self.place._replace(ddp=None)
         if self.local.deltas is not None:
             self.local.deltas.abandon()
+        await_return()  # before a group may be freed
         self.groups.close()
-        await_return()
 
     # For the packages above
 

@@ -60,7 +60,10 @@ def respelt(engine: Engine, state: Mapping[str, Any]) -> Mapping[str, Any]:
     that are as by default were left out once, and ranks may have written the same in other words.
     """
     state = upgraded(state)
-    if state.get("rank") != engine.group.rank and state.get("world") == engine.group.world and is_for_all(state):
+    another = state.get("rank") in set(range(engine.group.world)) - {engine.group.rank}
+    another = another and state.get("world") == engine.group.world
+    shards = engine.place.sharding is not None and bool(state.get("memory"))  # what ranks share, they share by shard
+    if another and not shards and is_for_all(state):
         state = replicated(state, engine.group.rank)
     try:
         former = saved(str(state.get("strategy")))

@@ -168,9 +168,11 @@ def is_for_all(state: Mapping[str, Any]) -> bool:
         return False
     try:
         strategy, text, whose = saved(str(state.get("strategy"))), str(state.get("strategy")), declared(state)
-    except (KeyError, TypeError, ValueError):
+        own = "own" in memory_of(strategy).values() or any(
+            owner(key, whose, text) != "shared" for slot in memory.values() for key in slot
+        )
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False  # it is damaged, and `checked` says how
-    own = any(owner(key, whose, text) != "shared" for slot in memory.values() for key in slot)
     return strategy.averaging is None and not between.get("drifted") and not own
 
 
