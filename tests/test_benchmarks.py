@@ -80,6 +80,7 @@ def test_live_storages_are_counted_until_they_are_freed_or_emptied() -> None:
     assert live.peak == before + 4000
 
 
+@pytest.mark.soak
 def test_averaging_on_islands_takes_memory_of_the_size_of_shards() -> None:
     size, steps = sharded_memory.Size(32, 1, 32768), sharded_memory.PERIOD
     plain, ours = (

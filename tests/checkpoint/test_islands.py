@@ -186,7 +186,7 @@ def reshaped(text: str, before: tuple[int, int], after: tuple[int, int], folder:
         assert abs(then - value) < 1e-4, f"the loss jumps from {value} to {then}"
 
 
-@pytest.mark.parametrize(("before", "after"), [RESHAPED[0], RESHAPED[2]])
+@pytest.mark.parametrize(("before", "after"), [RESHAPED[0]])
 def test_another_mesh(before: tuple[int, int], after: tuple[int, int], tmp_path: Path) -> None:
     reshaped(STRATEGIES[2], before, after, tmp_path)
 

@@ -65,6 +65,7 @@ def train(
     return {**outcome, "stats": hook.run.stats() if hook else None}
 
 
+@pytest.mark.soak
 def test_islands_train_and_resume(tmp_path: Path) -> None:
     whole = ranks(4, train, tmp_path / "whole", STREAMING, limit_val_batches=1, val_check_interval=6)
     for one in whole:

@@ -148,6 +148,7 @@ def test_another_number_of_ranks_goes_on(world: int, stopped: Any, tmp_path: Pat
         assert same(one.weights, results[0].weights)
 
 
+@pytest.mark.soak
 def test_killed_by_the_operating_system_and_resumed_to_the_same_bits(whole: list[Result], tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the process died"):
         last_ranks(2, train, tmp_path, replace(RESUMED, act=kill))

@@ -300,6 +300,7 @@ def test_stopped_in_the_middle_nothing_is_left_and_it_can_go_on(signal_: signal.
     assert after[: len(before)] == before, "what was finished is not run again"
 
 
+@pytest.mark.soak
 def test_a_full_disk_is_said_before_the_work(tmp_path: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))\nfrom laconic.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code, *TINY], cwd=tmp_path, capture_output=True, text=True, timeout=60)
