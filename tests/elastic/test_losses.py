@@ -154,6 +154,7 @@ def test_nobody_waits_for_the_timeout_when_one_dies(number: int, tmp_path: Path,
         assert time.monotonic() - died < 25, "that is half the timeout, and ten times what they need"
 
 
+@pytest.mark.soak
 def test_all_but_one_die_and_a_stopped_one_wakes_up(tmp_path: Path, lighthouse: Lighthouse) -> None:
     with crew(tmp_path, INT8, 10_000, lighthouse.start(deadline_seconds=2)) as workers:
         workers.start(*FOUR)

@@ -111,6 +111,7 @@ def islands_and_replicas(rank: int, folder: str) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.soak
 def test_islands_under_ddp_end_where_replicas_do(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(TEMPLATE + BLOCKS)
     ranks(4, islands_and_replicas, str(tmp_path))

@@ -54,6 +54,7 @@ def end(process: "subprocess.Popen[str]") -> None:
             each.kill()
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_killed_is_started_again_and_goes_on_where_the_others_are(tmp_path: Path) -> None:
     command = [*RUN, "--min-replicas", "2", "--nproc-per-node", "2", str(SCRIPTS / "long.py"), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
