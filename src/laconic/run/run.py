@@ -236,7 +236,8 @@ class Run:
         """This rank's communication state, as plain data that `torch.load` reads by default. No collective.
 
         The strategy's text, the clock, residuals, factors, anchors, the outer optimizer's memory, the deltas of outstanding
-        exchanges, and the counts of `stats()`. Each rank has another one: save all of them.
+        exchanges, and the counts of `stats()`. Each rank has another one: save all of them. Where no rank keeps anything of its
+        own (`bf16()`, `int8()`), that of one rank may be loaded on all.
 
         Memory: its tensors are the run's own and no copies. Write them, or copy them, before the next step.
 
@@ -255,8 +256,10 @@ class Run:
           `strict`: True: the state of another strategy is refused. False: it is loaded as if the run had been by that
             strategy until now and were swapped here; a warning names what can't be used. Default True.
 
-        It raises a ValueError that says what doesn't fit, and has changed nothing then. It warns where the state is of another
-        number of ranks, and others kept something of their own.
+        Not: a state of another number of ranks is taken as it is, and what the others kept is lost; `laconic.checkpoint` deals
+        it anew. Ranks don't ask each other: load on all of them.
+
+        It raises a ValueError that says what doesn't fit, and has changed nothing then.
         """
         resume.load_state(self._engine, state, strict=strict)
 
