@@ -130,7 +130,7 @@ class OptimizerMemory:
         """Each rank of an island has that of some parameters: the others get it, too; all of them together."""
         mine, numbers = self.held(dealt[island.rank])
         mine = {place: tensor.contiguous() for place, tensor in mine.items()}  # pieces are cut in the order of memory
-        kept = {_split(place)[1] for place in mine}
+        kept = {_split(place)[1] for place in [*mine, *(place for place, _ in numbers)]}
         self.forget(name for name in dealt[island.rank] if name not in kept)
         looks = {place: [name_of(tensor.dtype), list(tensor.shape)] for place, tensor in mine.items()}
         told = [json.loads(text) for text in island.texts(json.dumps([looks, numbers]))]
